@@ -1,0 +1,256 @@
+#include "ggml-flash-attn-back-impl.h"
+#include "ggml-flash-attn-back-source.h"
+
+#include <string.h>
+
+// op_params: 0 to 4 are the forward's (scale, max_bias, logit_softcap, precision, n_kv_max), then ours
+#define OP_PARAM_PREC     3
+#define OP_PARAM_GRADS    5
+#define OP_PARAM_KV_FIRST 6 // two slots
+#define OP_PARAM_KV_COUNT 8 // two slots
+
+static const uint32_t GRADS_ALL =
+    1u << GGML_FLASH_ATTN_BACK_DQ | 1u << GGML_FLASH_ATTN_BACK_DK | 1u << GGML_FLASH_ATTN_BACK_DV | 1u << GGML_FLASH_ATTN_BACK_DSINKS;
+
+const char * ggml_flash_attn_back_source(void) {
+    return GGML_FLASH_ATTN_BACK_SOURCE;
+}
+
+static int64_t get_op_params_i64(const struct ggml_tensor * tensor, int i) {
+    int64_t value;
+    memcpy(&value, tensor->op_params + i, sizeof(value));
+    return value;
+}
+
+static void set_op_params_i64(struct ggml_tensor * tensor, int i, int64_t value) {
+    memcpy(tensor->op_params + i, &value, sizeof(value));
+}
+
+// sizes and offsets of the parts; returns the size of the whole
+static size_t layout(struct ggml_flash_attn_back_node * node) {
+    const int64_t nelements[GGML_FLASH_ATTN_BACK_PART_COUNT] = {
+        /* DQ     = */ node->Dk * node->N        * node->H   * node->S,
+        /* DK     = */ node->Dk * node->kv_count * node->Hkv * node->S,
+        /* DV     = */ node->Dv * node->kv_count * node->Hkv * node->S,
+        /* LSE    = */ node->N  * node->H        * node->S,
+        /* D      = */ node->N  * node->H        * node->S,
+        /* DSINKS = */ node->H,
+    };
+
+    size_t offset = 0;
+    for (int part = 0; part < GGML_FLASH_ATTN_BACK_PART_COUNT; ++part) {
+        const bool is_stat = part == GGML_FLASH_ATTN_BACK_LSE || part == GGML_FLASH_ATTN_BACK_D;
+        node->offset[part] = offset;
+        node->size  [part] = is_stat || ggml_flash_attn_back_wants(node, part) ? nelements[part]*sizeof(float) : 0;
+        offset += node->size[part];
+        if (part != GGML_FLASH_ATTN_BACK_LSE) { // LSE and D are one part
+            offset = GGML_PAD(offset, GGML_MEM_ALIGN);
+        }
+    }
+    return offset;
+}
+
+static void set_shape(
+        struct ggml_flash_attn_back_node * node, const struct ggml_tensor * q, const struct ggml_tensor * k, const struct ggml_tensor * v) {
+    node->Dk  = q->ne[0];
+    node->Dv  = v->ne[0];
+    node->N   = q->ne[1];
+    node->M   = k->ne[1];
+    node->H   = q->ne[2];
+    node->Hkv = k->ne[2];
+    node->S   = q->ne[3];
+}
+
+struct ggml_flash_attn_back_node ggml_flash_attn_back_decode(const struct ggml_tensor * back) {
+    GGML_ASSERT(back->op == GGML_OP_FLASH_ATTN_BACK);
+
+    struct ggml_flash_attn_back_node node = {
+        /*.scale         =*/ ggml_get_op_params_f32(back, 0),
+        /*.max_bias      =*/ ggml_get_op_params_f32(back, 1),
+        /*.logit_softcap =*/ ggml_get_op_params_f32(back, 2),
+        /*.prec          =*/ (enum ggml_prec) ggml_get_op_params_i32(back, OP_PARAM_PREC),
+        /*.grads         =*/ (uint32_t) ggml_get_op_params_i32(back, OP_PARAM_GRADS),
+    };
+    set_shape(&node, back->src[GGML_FLASH_ATTN_BACK_SRC_Q], back->src[GGML_FLASH_ATTN_BACK_SRC_K], back->src[GGML_FLASH_ATTN_BACK_SRC_V]);
+    node.kv_first = get_op_params_i64(back, OP_PARAM_KV_FIRST);
+    node.kv_count = get_op_params_i64(back, OP_PARAM_KV_COUNT);
+    layout(&node);
+    return node;
+}
+
+struct ggml_tensor * ggml_flash_attn_back(
+        struct ggml_context * ctx,
+        struct ggml_tensor  * q,
+        struct ggml_tensor  * k,
+        struct ggml_tensor  * v,
+        struct ggml_tensor  * mask,
+        struct ggml_tensor  * sinks,
+        struct ggml_tensor  * o,
+        struct ggml_tensor  * d,
+        struct ggml_flash_attn_back_params params) {
+    struct ggml_flash_attn_back_node node = { 0 };
+    node.grads = params.grads;
+    set_shape(&node, q, k, v);
+
+    GGML_ASSERT(q->type == GGML_TYPE_F32 && "q must be F32");
+    GGML_ASSERT(k->ne[0] == node.Dk && "k and q must have the same head size");
+    GGML_ASSERT(v->ne[1] == node.M && v->ne[2] == node.Hkv && "k and v must have the same keys and heads");
+    GGML_ASSERT(k->ne[3] == node.S && v->ne[3] == node.S && "q, k and v must have the same number of sequences");
+    GGML_ASSERT(node.Hkv > 0 && node.H % node.Hkv == 0 && "the query heads must be a multiple of the KV heads");
+    GGML_ASSERT(k->nb[0] == ggml_type_size(k->type) && v->nb[0] == ggml_type_size(v->type) && "rows of k and v must be contiguous");
+
+    GGML_ASSERT(d && d->type == GGML_TYPE_F32 && "d must be F32");
+    GGML_ASSERT(d->ne[0] == node.Dv && d->ne[1] == node.H && d->ne[2] == node.N && d->ne[3] == node.S && "d must have the shape [Dv, H, N, S]");
+    GGML_ASSERT(q->nb[0] != 0 && d->nb[0] != 0 && "q and d must not have a component stride of 0");
+    GGML_ASSERT((!o || (o->type == GGML_TYPE_F32 && ggml_are_same_shape(o, d))) && "o must be F32 with the shape of d");
+
+    if (mask) {
+        GGML_ASSERT(mask->type == GGML_TYPE_F16 && "the mask must be F16");
+        GGML_ASSERT(mask->ne[0] == node.M && mask->ne[1] >= node.N && "the mask must have the shape [M, >=N, Hm, Sm]");
+        GGML_ASSERT(mask->ne[2] > 0 && node.H % mask->ne[2] == 0 && mask->ne[3] > 0 && node.S % mask->ne[3] == 0 &&
+            "the mask's heads and sequences must divide q's");
+        GGML_ASSERT(mask->nb[0] == sizeof(ggml_fp16_t) && "rows of the mask must be contiguous");
+    }
+    GGML_ASSERT((params.max_bias <= 0.0f || mask) && "ALiBi needs a mask");
+    GGML_ASSERT((!sinks || (sinks->type == GGML_TYPE_F32 && ggml_is_vector(sinks) && sinks->ne[0] == node.H && ggml_is_contiguous(sinks))) &&
+        "sinks must be F32 with the shape [H]");
+
+    GGML_ASSERT((params.grads & ~GRADS_ALL) == 0 && "grads takes the bits of DQ, DK, DV and DSINKS");
+    GGML_ASSERT((sinks || !ggml_flash_attn_back_wants(&node, GGML_FLASH_ATTN_BACK_DSINKS)) && "dSinks need sinks");
+
+    GGML_ASSERT((params.kv_count > 0 || (params.kv_count == 0 && params.kv_first == 0)) && "a key window needs a count");
+    GGML_ASSERT(params.kv_first >= 0 && params.kv_count <= node.M - params.kv_first && "the key window must lie inside the keys");
+    node.kv_first = params.kv_first;
+    node.kv_count = params.kv_count > 0 ? params.kv_count : node.M;
+
+    struct ggml_tensor * result = ggml_new_tensor_1d(ctx, GGML_TYPE_F32, layout(&node)/sizeof(float));
+
+    ggml_set_op_params_f32(result, 0, params.scale);
+    ggml_set_op_params_f32(result, 1, params.max_bias);
+    ggml_set_op_params_f32(result, 2, params.logit_softcap);
+    ggml_set_op_params_i32(result, OP_PARAM_PREC,  GGML_PREC_DEFAULT);
+    ggml_set_op_params_i32(result, OP_PARAM_GRADS, params.grads);
+    set_op_params_i64(result, OP_PARAM_KV_FIRST, node.kv_first);
+    set_op_params_i64(result, OP_PARAM_KV_COUNT, node.kv_count);
+
+    result->op = GGML_OP_FLASH_ATTN_BACK;
+    result->src[GGML_FLASH_ATTN_BACK_SRC_Q]     = q;
+    result->src[GGML_FLASH_ATTN_BACK_SRC_K]     = k;
+    result->src[GGML_FLASH_ATTN_BACK_SRC_V]     = v;
+    result->src[GGML_FLASH_ATTN_BACK_SRC_MASK]  = mask;
+    result->src[GGML_FLASH_ATTN_BACK_SRC_SINKS] = sinks;
+    result->src[GGML_FLASH_ATTN_BACK_SRC_O]     = o;
+    result->src[GGML_FLASH_ATTN_BACK_SRC_DO]    = d;
+
+    return result;
+}
+
+void ggml_flash_attn_back_set_prec(struct ggml_tensor * back, enum ggml_prec prec) {
+    GGML_ASSERT(back->op == GGML_OP_FLASH_ATTN_BACK);
+    GGML_ASSERT((prec == GGML_PREC_DEFAULT || prec == GGML_PREC_F32) && "the precision must be GGML_PREC_DEFAULT or GGML_PREC_F32");
+    ggml_set_op_params_i32(back, OP_PARAM_PREC, prec);
+}
+
+bool ggml_flash_attn_back_has(const struct ggml_tensor * back, enum ggml_flash_attn_back_part part) {
+    const struct ggml_flash_attn_back_node node = ggml_flash_attn_back_decode(back);
+    return part == GGML_FLASH_ATTN_BACK_LSE || part == GGML_FLASH_ATTN_BACK_D || ggml_flash_attn_back_wants(&node, part);
+}
+
+size_t ggml_flash_attn_back_offset(const struct ggml_tensor * back, enum ggml_flash_attn_back_part part) {
+    GGML_ASSERT(ggml_flash_attn_back_has(back, part) && "the result does not hold this part");
+    return ggml_flash_attn_back_decode(back).offset[part];
+}
+
+struct ggml_tensor * ggml_flash_attn_back_view(struct ggml_context * ctx, struct ggml_tensor * back, enum ggml_flash_attn_back_part part) {
+    const struct ggml_flash_attn_back_node node = ggml_flash_attn_back_decode(back);
+    const int64_t ne[GGML_FLASH_ATTN_BACK_PART_COUNT][GGML_MAX_DIMS] = {
+        /* DQ     = */ { node.Dk, node.N,        node.H,   node.S },
+        /* DK     = */ { node.Dk, node.kv_count, node.Hkv, node.S },
+        /* DV     = */ { node.Dv, node.kv_count, node.Hkv, node.S },
+        /* LSE    = */ { node.N,  node.H,        node.S,   1      },
+        /* D      = */ { node.N,  node.H,        node.S,   1      },
+        /* DSINKS = */ { node.H,  1,             1,        1      },
+    };
+    const int64_t * n  = ne[part];
+    const size_t   nb1 = n[0]*sizeof(float);
+    const size_t   nb2 = n[1]*nb1;
+    const size_t   nb3 = n[2]*nb2;
+    return ggml_view_4d(ctx, back, n[0], n[1], n[2], n[3], nb1, nb2, nb3, ggml_flash_attn_back_offset(back, part));
+}
+
+static bool needs_grad(const struct ggml_cgraph * cgraph, const struct ggml_tensor * tensor, const bool * grads_needed) {
+    if (!tensor) {
+        return false;
+    }
+    const size_t i = ggml_hash_find(&cgraph->visited_hash_set, tensor);
+    return i != GGML_HASHSET_FULL && ggml_bitset_get(cgraph->visited_hash_set.used, i) && grads_needed[i];
+}
+
+void ggml_flash_attn_back_src_grads(
+        struct ggml_context * ctx,
+        struct ggml_cgraph  * cgraph,
+        struct ggml_tensor  * node,
+        struct ggml_tensor  * grad,
+        const bool          * grads_needed,
+        struct ggml_tensor  * src_grads[GGML_MAX_SRC]) {
+    static const struct { enum ggml_flash_attn_back_src src; enum ggml_flash_attn_back_part part; } map[] = {
+        { GGML_FLASH_ATTN_BACK_SRC_Q,     GGML_FLASH_ATTN_BACK_DQ     },
+        { GGML_FLASH_ATTN_BACK_SRC_K,     GGML_FLASH_ATTN_BACK_DK     },
+        { GGML_FLASH_ATTN_BACK_SRC_V,     GGML_FLASH_ATTN_BACK_DV     },
+        { GGML_FLASH_ATTN_BACK_SRC_SINKS, GGML_FLASH_ATTN_BACK_DSINKS },
+    };
+    const int n_map = sizeof(map)/sizeof(map[0]);
+
+    uint32_t grads = 0;
+    for (int i = 0; i < n_map; ++i) {
+        grads |= (uint32_t) needs_grad(cgraph, node->src[map[i].src], grads_needed) << map[i].part;
+    }
+
+    for (int i = 0; i < GGML_MAX_SRC; ++i) {
+        src_grads[i] = NULL;
+    }
+    if (grads == 0) {
+        return;
+    }
+
+    // o is left out: a forward that rounds q, v or its sums to 16 bit makes D = do . o too inexact where V is nearly constant
+    struct ggml_tensor * back = ggml_flash_attn_back(
+        ctx, node->src[0], node->src[1], node->src[2], node->src[3], node->src[4], /*o =*/ NULL, grad,
+        (struct ggml_flash_attn_back_params) {
+            /*.scale         =*/ ggml_get_op_params_f32(node, 0),
+            /*.max_bias      =*/ ggml_get_op_params_f32(node, 1),
+            /*.logit_softcap =*/ ggml_get_op_params_f32(node, 2),
+            /*.grads         =*/ grads,
+            /*.kv_first      =*/ 0,
+            /*.kv_count      =*/ 0,
+        });
+    if (ggml_get_op_params_i32(node, OP_PARAM_PREC) == GGML_PREC_F32) {
+        ggml_flash_attn_back_set_prec(back, GGML_PREC_F32);
+    }
+
+    for (int i = 0; i < n_map; ++i) {
+        if (grads & 1u << map[i].part) {
+            src_grads[map[i].src] = ggml_flash_attn_back_view(ctx, back, map[i].part);
+        }
+    }
+}
+
+struct ggml_tensor * ggml_flash_attn_back_prepare_grad(
+        struct ggml_context * ctx,
+        struct ggml_cgraph  * cgraph,
+        struct ggml_tensor  * node,
+        struct ggml_tensor  * grad,
+        const bool          * grads_needed) {
+    if (node->op != GGML_OP_CPY && node->op != GGML_OP_CONT && node->op != GGML_OP_VIEW) {
+        return grad;
+    }
+    if (node->op == GGML_OP_VIEW && needs_grad(cgraph, node->src[0], grads_needed)) {
+        struct ggml_tensor * src = node->src[0];
+        const size_t i = ggml_hash_find(&cgraph->visited_hash_set, src);
+        if (!cgraph->grads[i]) {
+            // zeros that do not read src: 0*src is NaN where a KV cache has unwritten cells, and src may not be F32
+            cgraph->grads[i] = ggml_fill(ctx, ggml_new_tensor(ctx, GGML_TYPE_F32, GGML_MAX_DIMS, src->ne), 0.0f);
+        }
+    }
+    return ggml_is_contiguous(grad) ? grad : ggml_cont(ctx, grad);
+}
