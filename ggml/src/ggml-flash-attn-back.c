@@ -64,13 +64,12 @@ static void set_shape(
 struct ggml_flash_attn_back_node ggml_flash_attn_back_decode(const struct ggml_tensor * back) {
     GGML_ASSERT(back->op == GGML_OP_FLASH_ATTN_BACK);
 
-    struct ggml_flash_attn_back_node node = {
-        /*.scale         =*/ ggml_get_op_params_f32(back, 0),
-        /*.max_bias      =*/ ggml_get_op_params_f32(back, 1),
-        /*.logit_softcap =*/ ggml_get_op_params_f32(back, 2),
-        /*.prec          =*/ (enum ggml_prec) ggml_get_op_params_i32(back, OP_PARAM_PREC),
-        /*.grads         =*/ (uint32_t) ggml_get_op_params_i32(back, OP_PARAM_GRADS),
-    };
+    struct ggml_flash_attn_back_node node = { 0 };
+    node.scale         = ggml_get_op_params_f32(back, 0);
+    node.max_bias      = ggml_get_op_params_f32(back, 1);
+    node.logit_softcap = ggml_get_op_params_f32(back, 2);
+    node.prec          = (enum ggml_prec) ggml_get_op_params_i32(back, OP_PARAM_PREC);
+    node.grads         = (uint32_t) ggml_get_op_params_i32(back, OP_PARAM_GRADS);
     set_shape(&node, back->src[GGML_FLASH_ATTN_BACK_SRC_Q], back->src[GGML_FLASH_ATTN_BACK_SRC_K], back->src[GGML_FLASH_ATTN_BACK_SRC_V]);
     node.kv_first = get_op_params_i64(back, OP_PARAM_KV_FIRST);
     node.kv_count = get_op_params_i64(back, OP_PARAM_KV_COUNT);
