@@ -1,0 +1,271 @@
+#pragma once
+
+// What the paths of FLASH_ATTN_BACK share: the node as kernels take it, and loads that dequantise.
+
+#include "common.cuh"
+#include "convert.cuh"
+#include "dequantize.cuh"
+#include "ggml-flash-attn-back-impl.h"
+
+#include <climits>
+#include <cstdlib>
+
+// q, k, v, o or dO: where its rows (queries or keys) are, strides in bytes
+struct fattn_back_src {
+    const char * data; // NULL: not given
+    int64_t nb_comp;   // between components; not used for quantised types
+    int64_t nb_row;
+    int64_t nb_head;
+    int64_t nb_seq;
+    ggml_type type;
+    bool vec;          // four components can be loaded at once: they are adjacent and aligned to their size
+
+    __host__ __device__ int64_t offset(const int64_t row, const int64_t head, const int64_t seq) const {
+        return row*nb_row + head*nb_head + seq*nb_seq;
+    }
+};
+
+struct fattn_back_args {
+    fattn_back_src q;
+    fattn_back_src k;
+    fattn_back_src v;
+    fattn_back_src o;
+    fattn_back_src dO;
+
+    const char * mask; // F16, NULL: none
+    int64_t mask_nb_row;
+    int64_t mask_nb_head;
+    int64_t mask_nb_seq;
+    int mask_nheads;
+    int mask_nseqs;
+
+    const float * sinks; // NULL: none
+
+    float scale;
+    float logit_softcap; // 0: off
+    float max_bias;      // 0: off
+    int   n_head_log2;
+
+    int Dk;
+    int Dv;
+    int N; // queries
+    int M; // keys
+    int H;
+    int Hkv;
+    int G; // query heads of a KV head
+    int S;
+
+    int kv_first; // keys [kv_first, kv_first + kv_count) get dK and dV
+    int kv_count;
+
+    // parts of the result, NULL: not wanted
+    float * dQ;
+    float * dK;
+    float * dV;
+    float * LSE;
+    float * D;
+    float * dSinks;
+
+    // query row in LSE and D, and in dQ
+    __host__ __device__ int64_t row(const int i, const int h, const int s) const {
+        return ((int64_t) s*H + h)*N + i;
+    }
+};
+
+static fattn_back_src fattn_back_get_src(const ggml_tensor * t, const int dim_row, const int dim_head) {
+    if (t == nullptr) {
+        return {};
+    }
+    const size_t ts = ggml_type_size(t->type);
+    bool vec = !ggml_is_quantized(t->type) && t->nb[0] == ts && (uintptr_t) t->data % (4*ts) == 0;
+    for (int i = 1; i < GGML_MAX_DIMS; ++i) {
+        vec = vec && t->nb[i] % (4*ts) == 0;
+    }
+    return {
+        (const char *) t->data, (int64_t) t->nb[0], (int64_t) t->nb[dim_row], (int64_t) t->nb[dim_head], (int64_t) t->nb[3], t->type, vec };
+}
+
+static fattn_back_args fattn_back_get_args(const ggml_tensor * dst) {
+    const ggml_flash_attn_back_node node = ggml_flash_attn_back_decode(dst);
+    const ggml_tensor * mask  = dst->src[GGML_FLASH_ATTN_BACK_SRC_MASK];
+    const ggml_tensor * sinks = dst->src[GGML_FLASH_ATTN_BACK_SRC_SINKS];
+
+    fattn_back_args args = {};
+    args.q  = fattn_back_get_src(dst->src[GGML_FLASH_ATTN_BACK_SRC_Q],  1, 2);
+    args.k  = fattn_back_get_src(dst->src[GGML_FLASH_ATTN_BACK_SRC_K],  1, 2);
+    args.v  = fattn_back_get_src(dst->src[GGML_FLASH_ATTN_BACK_SRC_V],  1, 2);
+    args.o  = fattn_back_get_src(dst->src[GGML_FLASH_ATTN_BACK_SRC_O],  2, 1);
+    args.dO = fattn_back_get_src(dst->src[GGML_FLASH_ATTN_BACK_SRC_DO], 2, 1);
+
+    if (mask != nullptr) {
+        args.mask         = (const char *) mask->data;
+        args.mask_nb_row  = mask->nb[1];
+        args.mask_nb_head = mask->nb[2];
+        args.mask_nb_seq  = mask->nb[3];
+        args.mask_nheads  = mask->ne[2];
+        args.mask_nseqs   = mask->ne[3];
+    }
+    args.sinks = sinks != nullptr ? (const float *) sinks->data : nullptr;
+
+    args.scale         = node.scale;
+    args.logit_softcap = node.logit_softcap;
+    args.max_bias      = node.max_bias;
+    args.n_head_log2   = 1 << (int) floor(log2((double) node.H));
+
+    args.Dk  = node.Dk;
+    args.Dv  = node.Dv;
+    args.N   = node.N;
+    args.M   = node.M;
+    args.H   = node.H;
+    args.Hkv = node.Hkv;
+    args.G   = node.H/node.Hkv;
+    args.S   = node.S;
+
+    args.kv_first = node.kv_first;
+    args.kv_count = node.kv_count;
+
+    const auto part = [&](const ggml_flash_attn_back_part p) {
+        return node.size[p] > 0 ? (float *) ((char *) dst->data + node.offset[p]) : nullptr;
+    };
+    args.dQ     = part(GGML_FLASH_ATTN_BACK_DQ);
+    args.dK     = part(GGML_FLASH_ATTN_BACK_DK);
+    args.dV     = part(GGML_FLASH_ATTN_BACK_DV);
+    args.LSE    = part(GGML_FLASH_ATTN_BACK_LSE);
+    args.D      = part(GGML_FLASH_ATTN_BACK_D);
+    args.dSinks = part(GGML_FLASH_ATTN_BACK_DSINKS);
+    return args;
+}
+
+// bytes that a path may take from the pool for partial results
+static size_t fattn_back_workspace_limit() {
+    const char * mib = getenv("GGML_CUDA_FATTN_BACK_WORKSPACE_MIB");
+    return (size_t) (mib != nullptr ? strtoull(mib, nullptr, 10) : 256) << 20;
+}
+
+// types of K and V that fattn_back_load8 takes
+static bool fattn_back_type_supported(const ggml_type type) {
+    switch (type) {
+        case GGML_TYPE_F32:
+        case GGML_TYPE_F16:
+        case GGML_TYPE_BF16:
+        case GGML_TYPE_Q8_0:
+        case GGML_TYPE_Q4_0:
+        case GGML_TYPE_Q4_1:
+        case GGML_TYPE_Q5_0:
+        case GGML_TYPE_Q5_1:
+            return true;
+        default:
+            return false;
+    }
+}
+
+// whether the strides and the offset of a view keep elements aligned
+static bool fattn_back_aligned(const ggml_tensor * t) {
+    if (t == nullptr) {
+        return true;
+    }
+    size_t align = 2;
+    if (t->type == GGML_TYPE_F32 || t->type == GGML_TYPE_Q4_1 || t->type == GGML_TYPE_Q5_1) {
+        align = 4;
+    }
+    for (int i = 0; i < GGML_MAX_DIMS; ++i) {
+        if (t->ne[i] > 1 && t->nb[i] % align != 0) {
+            return false;
+        }
+    }
+    return t->view_offs % align == 0;
+}
+
+// ALiBi slope of query head h, as in FLASH_ATTN_EXT
+static __device__ __forceinline__ float fattn_back_slope(const fattn_back_args & args, const int h) {
+    if (args.max_bias <= 0.0f) {
+        return 1.0f;
+    }
+    const int n = args.n_head_log2;
+    return exp2f(h < n ? -(args.max_bias*(h + 1))/n : -(0.5f*args.max_bias*(2*(h - n) + 1))/n);
+}
+
+// the logit x of a product q . k, and its derivative by scale * (q . k)
+// tanh through exp: the fast tanh is too inexact, and 1 - tanh^2 cancels for large logits
+static __device__ __forceinline__ float fattn_back_logit(const fattn_back_args & args, const float qk, float & dx) {
+    const float x = args.scale*qk;
+    if (args.logit_softcap == 0.0f) {
+        dx = 1.0f;
+        return x;
+    }
+    const float u = expf(-2.0f*fabsf(x/args.logit_softcap));
+    const float r = 1.0f/(1.0f + u);
+    dx = 4.0f*u*r*r;
+    return copysignf(args.logit_softcap*(1.0f - u)*r, x);
+}
+
+// components [e, e + 4) of a row that is not quantised
+template <ggml_type type, bool vec>
+static __device__ __forceinline__ float4 fattn_back_load4(const fattn_back_src & src, const int64_t offset, const int e) {
+    if constexpr (type == GGML_TYPE_F32) {
+        float4 x;
+        if constexpr (vec) {
+            ggml_cuda_memcpy_1<sizeof(x)>(&x, src.data + offset + e*sizeof(float));
+        } else {
+            x.x = *(const float *) (src.data + offset + (e + 0)*src.nb_comp);
+            x.y = *(const float *) (src.data + offset + (e + 1)*src.nb_comp);
+            x.z = *(const float *) (src.data + offset + (e + 2)*src.nb_comp);
+            x.w = *(const float *) (src.data + offset + (e + 3)*src.nb_comp);
+        }
+        return x;
+    } else {
+        using T = std::conditional_t<type == GGML_TYPE_F16, half, nv_bfloat16>;
+        T x[4];
+        ggml_cuda_memcpy_1<sizeof(x), vec ? sizeof(x) : sizeof(T)>(x, src.data + offset + e*sizeof(T));
+        return make_float4(
+            ggml_cuda_cast<float>(x[0]), ggml_cuda_cast<float>(x[1]), ggml_cuda_cast<float>(x[2]), ggml_cuda_cast<float>(x[3]));
+    }
+}
+
+// components [e, e + 4) and [e + 16, e + 20) of a row of D components, 0 beyond its end; e % 32 in 0, 4, 8, 12:
+// the components that share bytes in the 4 and 5 bit types
+template <ggml_type type, bool vec>
+static __device__ __forceinline__ void fattn_back_load8(
+        const fattn_back_src & src, const int64_t offset, const int e, const int D, float4 & lo, float4 & hi) {
+    lo = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    hi = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    if constexpr (type == GGML_TYPE_F32 || type == GGML_TYPE_F16 || type == GGML_TYPE_BF16) {
+        if (e < D) {
+            lo = fattn_back_load4<type, vec>(src, offset, e);
+        }
+        if (e + 16 < D) {
+            hi = fattn_back_load4<type, vec>(src, offset, e + 16);
+        }
+    } else if (e < D) {
+        const char * row = src.data + offset;
+        const int ib  = e/32;
+        const int iqs = e%32;
+        if constexpr (type == GGML_TYPE_Q8_0) {
+            const block_q8_0 & b = ((const block_q8_0 *) row)[ib];
+            const float d = b.d;
+            char4 ql;
+            char4 qh;
+            ggml_cuda_memcpy_1<sizeof(ql), 2>(&ql, b.qs + iqs);
+            ggml_cuda_memcpy_1<sizeof(qh), 2>(&qh, b.qs + iqs + 16);
+            lo = make_float4(d*ql.x, d*ql.y, d*ql.z, d*ql.w);
+            hi = make_float4(d*qh.x, d*qh.y, d*qh.z, d*qh.w);
+        } else {
+            float2 x[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                if constexpr (type == GGML_TYPE_Q4_0) {
+                    dequantize_q4_0(row, ib, iqs + i, x[i]);
+                } else if constexpr (type == GGML_TYPE_Q4_1) {
+                    dequantize_q4_1(row, ib, iqs + i, x[i]);
+                } else if constexpr (type == GGML_TYPE_Q5_0) {
+                    dequantize_q5_0(row, ib, iqs + i, x[i]);
+                } else {
+                    static_assert(type == GGML_TYPE_Q5_1, "unexpected type");
+                    dequantize_q5_1(row, ib, iqs + i, x[i]);
+                }
+            }
+            lo = make_float4(x[0].x, x[1].x, x[2].x, x[3].x);
+            hi = make_float4(x[0].y, x[1].y, x[2].y, x[3].y);
+        }
+    }
+}
