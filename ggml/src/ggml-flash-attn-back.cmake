@@ -1,0 +1,45 @@
+# Builds FLASH_ATTN_BACK into ggml-base and tells every library that has a part of it which sources it was built from:
+# ggml-flash-attn-back-source.h, written at build time from the files that the manifest beside this file lists.
+
+set(manifest ${CMAKE_CURRENT_LIST_DIR}/ggml-flash-attn-back.sha256)
+file(STRINGS ${manifest} lines REGEX "^[^#]")
+set(files)
+set(listing "")
+foreach (line IN LISTS lines)
+    string(REGEX REPLACE "^[0-9a-f]+  " "" path ${line})
+    set(file ${CMAKE_CURRENT_LIST_DIR}/../${path})
+    if (NOT EXISTS ${file})
+        set(file ${CMAKE_CURRENT_LIST_DIR}/../../${path}) # tests/ of a llama.cpp tree
+    endif()
+    list(APPEND files ${file})
+    file(SHA256 ${file} hash)
+    string(APPEND listing "${hash}  ${path}\n")
+endforeach()
+
+if (CMAKE_SCRIPT_MODE_FILE)
+    string(SHA256 source "${listing}")
+    file(WRITE ${HEADER} "#define GGML_FLASH_ATTN_BACK_SOURCE \"${source}\"\n")
+    return()
+endif()
+
+set(include_dir ${CMAKE_CURRENT_BINARY_DIR}/ggml-flash-attn-back)
+set(header ${include_dir}/ggml-flash-attn-back-source.h)
+set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS ${manifest})
+add_custom_command(OUTPUT ${header}
+    COMMAND ${CMAKE_COMMAND} -DHEADER=${header} -P ${CMAKE_CURRENT_LIST_FILE}
+    DEPENDS ${files} ${manifest} ${CMAKE_CURRENT_LIST_FILE}
+    COMMENT "Digest of the FLASH_ATTN_BACK sources")
+add_custom_target(ggml-flash-attn-back-source DEPENDS ${header})
+
+target_sources(ggml-base PRIVATE ggml-flash-attn-back.c ggml-flash-attn-back-impl.h ../include/ggml-flash-attn-back.h)
+add_dependencies(ggml-base ggml-flash-attn-back-source)
+set_source_files_properties(ggml-flash-attn-back.c ggml-cpu/flash-attn-back.cpp PROPERTIES INCLUDE_DIRECTORIES ${include_dir})
+
+# the HIP and MUSA backends compile the files of the CUDA backend
+foreach (target ggml-cuda ggml-hip ggml-musa)
+    if (TARGET ${target})
+        add_dependencies(${target} ggml-flash-attn-back-source)
+        file(GLOB sources ${CMAKE_CURRENT_LIST_DIR}/ggml-cuda/fattn-back*.cu)
+        set_source_files_properties(${sources} TARGET_DIRECTORY ${target} PROPERTIES INCLUDE_DIRECTORIES ${include_dir})
+    endif()
+endforeach()

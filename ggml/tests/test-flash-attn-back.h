@@ -1,0 +1,528 @@
+// FLASH_ATTN_BACK in test-backend-ops: included there behind test_flash_attn_ext. Modes test, perf and support take the cases of
+// flash-attn-back-cases.def and -perf.def, mode grad those of -grad.def that keep K and V in F32.
+// A case's error is that of its worst part: NMSE over the whole part and over each head, against the limit of -limits.def.
+
+#include "ggml-flash-attn-back.h"
+
+#define LIMIT(name, value) static constexpr double flash_attn_back_limit_##name = value;
+#include "flash-attn-back-limits.def"
+#undef LIMIT
+
+#define FLASH_ATTN_BACK(...) #__VA_ARGS__,
+static const char * const flash_attn_back_cases[] = {
+#include "flash-attn-back-cases.def"
+};
+static const char * const flash_attn_back_perf_cases[] = {
+#include "flash-attn-back-perf.def"
+};
+static const char * const flash_attn_back_grad_cases[] = {
+#include "flash-attn-back-grad.def"
+};
+#undef FLASH_ATTN_BACK
+
+// the keys of a case; defaults as in pyharness/cases.py
+struct flash_attn_back_args {
+    const std::string text;
+
+    const int64_t hsk  = integer("hsk", 0);
+    const int64_t hsv  = integer("hsv", 0);
+    const int64_t nh   = integer("nh", 0);
+    const int64_t nhkv = integer("nhkv", 0);
+    const int64_t kv   = integer("kv", 0);
+    const int64_t nb   = integer("nb", 0);
+    const int64_t ns   = integer("ns", 1);
+
+    const ggml_type type_K = type("type_K");
+    const ggml_type type_V = type("type_V");
+
+    const std::string mask       = get("mask", "causal");
+    const std::string mask_kind  = mask.substr(0, mask.find(':'));
+    const int64_t     mask_width = mask.find(':') == std::string::npos ? 0 : std::stoll(mask.substr(mask.find(':') + 1));
+    const int64_t     mh         = integer("mh", 1);
+    const int64_t     ms         = integer("ms", 1);
+    const int64_t     mpad       = integer("mpad", 0);
+
+    const float   max_bias = real("max_bias");
+    const float   softcap  = real("softcap");
+    const bool    sinks    = integer("sinks", 0) != 0;
+    const float   scale    = real("scale") != 0.0f ? real("scale") : 1.0f / sqrtf(hsk);
+    const std::string grads = get("grads", sinks ? "qkvs" : "qkv");
+    const int64_t kv_first = integer("kv_first", 0);
+    const int64_t kv_count = integer("kv_count", 0);
+
+    const bool        o      = integer("o", 0) != 0;
+    const bool        f32    = get("prec", "default") == "f32";
+    const std::string data   = get("data", "normal");
+    const std::string layout = get("layout", "cont");
+    const bool        vview  = integer("vview", 0) != 0;
+
+    explicit flash_attn_back_args(const char * text) : text(text) {}
+
+    // captures are files that only pyharness reads
+    static bool is_capture(const char * text) {
+        return strstr(text, "capture=") != nullptr;
+    }
+
+    std::string get(const std::string & key, const std::string & otherwise) const {
+        const std::string all = "," + text + ",";
+        const size_t      pos = all.find("," + key + "=");
+        if (pos == std::string::npos) {
+            return otherwise;
+        }
+        const size_t begin = pos + key.size() + 2;
+        return all.substr(begin, all.find(',', begin) - begin);
+    }
+
+    int64_t integer(const char * key, int64_t otherwise) const {
+        return std::stoll(get(key, std::to_string(otherwise)));
+    }
+
+    float real(const char * key) const {
+        return std::stof(get(key, "0"));
+    }
+
+    ggml_type type(const char * key) const {
+        const std::string name = get(key, "f16");
+        for (int i = 0; i < GGML_TYPE_COUNT; ++i) {
+            const char * known = ggml_type_name((ggml_type) i);
+            if (known && name == known) {
+                return (ggml_type) i;
+            }
+        }
+        GGML_ABORT("%s: no type %s", text.c_str(), name.c_str());
+    }
+
+    bool wants(char letter) const {
+        return grads.find(letter) != std::string::npos;
+    }
+
+    // the mask [kv, nb + mpad, mh, ms]; every head and sequence has its own, rows beyond nb are NaN
+    std::vector<ggml_fp16_t> make_mask(std::mt19937 & rng) const {
+        std::uniform_real_distribution<float> uniform;
+        std::normal_distribution<float>       normal;
+
+        std::vector<ggml_fp16_t> values(kv*(nb + mpad)*mh*ms, ggml_fp32_to_fp16(NAN));
+        for (int64_t head = 0; head < mh*ms; ++head) {
+            for (int64_t i = 0; i < nb; ++i) {
+                const int64_t pos     = kv - nb + i - head;
+                const bool    no_keys = mask_kind == "rows" && (i == 0 || uniform(rng) < 0.25f);
+                for (int64_t j = 0; j < kv; ++j) {
+                    bool  hidden = j > pos;
+                    float value  = max_bias > 0.0f ? -fabsf(pos - j) : 0.0f;
+                    if (mask_kind == "swa") {
+                        hidden = hidden || j <= pos - mask_width;
+                    } else if (mask_kind == "docs") {
+                        hidden = hidden || j/mask_width != pos/mask_width;
+                    } else if (mask_kind == "pad") {
+                        hidden = hidden || j >= kv - kv/4;
+                    } else if (mask_kind == "lowest") {
+                        hidden = hidden && i != 0;
+                        value  = i == 0 ? -65504.0f : 0.0f;
+                    } else if (mask_kind == "bias") {
+                        hidden = false;
+                        value  = max_bias > 0.0f ? value : normal(rng);
+                    } else if (mask_kind == "random") {
+                        hidden = uniform(rng) < 0.5f;
+                    } else if (mask_kind == "rows") {
+                        hidden = no_keys || uniform(rng) < 0.3f;
+                    }
+                    values[(head*(nb + mpad) + i)*kv + j] = ggml_fp32_to_fp16(hidden ? -INFINITY : value);
+                }
+            }
+        }
+        return values;
+    }
+
+    std::mt19937 make_rng() const {
+        return std::mt19937(std::hash<std::string>()(text));
+    }
+
+    std::vector<float> draw(std::mt19937 & rng, int64_t n) const {
+        std::normal_distribution<float>       normal;
+        std::uniform_real_distribution<float> uniform(-1.0f, 1.0f);
+
+        std::vector<float> values(n);
+        for (float & value : values) {
+            value = data == "uniform" ? uniform(rng) : normal(rng);
+        }
+        return values;
+    }
+};
+
+struct test_flash_attn_back : public test_case {
+    const flash_attn_back_args a;
+
+    ggml_tensor * q     = nullptr;
+    ggml_tensor * k     = nullptr;
+    ggml_tensor * v     = nullptr;
+    ggml_tensor * mask  = nullptr;
+    ggml_tensor * sinks = nullptr;
+    ggml_tensor * o     = nullptr;
+    ggml_tensor * d     = nullptr;
+    ggml_tensor * back  = nullptr;
+
+    uint64_t flops = 0;
+
+    explicit test_flash_attn_back(const char * text) : a(text) {}
+
+    std::string vars() override {
+        return a.text;
+    }
+
+    double max_nmse_err() override {
+        return flash_attn_back_limit_nmse;
+    }
+
+    // a tensor of the shape ne in one of the layouts that views of it can have
+    ggml_tensor * input(ggml_context * ctx, const char * name, ggml_type type, std::array<int64_t, 4> ne, const std::string & layout) {
+        ggml_tensor * t = nullptr;
+        if (layout == "perm") {
+            t = ggml_permute(ctx, ggml_new_tensor_4d(ctx, type, ne[0], ne[2], ne[1], ne[3]), 0, 2, 1, 3);
+        } else if (layout == "cache") {
+            ggml_tensor * cache = ggml_new_tensor_4d(ctx, type, ne[0], ne[1] + 32, ne[2], ne[3]);
+            t = ggml_view_4d(ctx, cache, ne[0], ne[1], ne[2], ne[3], cache->nb[1], cache->nb[2], cache->nb[3], 0);
+        } else if (layout == "strided") {
+            ggml_tensor * wide = ggml_new_tensor_4d(ctx, type, 2*ne[0], ne[1], ne[2], ne[3]);
+            t = ggml_view_4d(ctx, wide, ne[0], ne[1], ne[2], ne[3], wide->nb[1], wide->nb[2], wide->nb[3], 0);
+            t->nb[0] *= 2;
+        } else if (layout == "bcast") {
+            t = ggml_view_4d(ctx, ggml_new_tensor_4d(ctx, type, ne[0], ne[1], ne[2], ne[3]), ne[0], ne[1], ne[2], ne[3], 0, 0, 0, 0);
+        } else {
+            t = ggml_new_tensor_4d(ctx, type, ne[0], ne[1], ne[2], ne[3]);
+        }
+        ggml_set_name(t, name);
+        return t;
+    }
+
+    ggml_tensor * build_graph(ggml_context * ctx) override {
+        const std::string layout_q  = a.layout == "perm" || a.layout == "strided" ? a.layout : "cont";
+        const std::string layout_kv = a.layout == "perm" || a.layout == "cache"   ? a.layout : "cont";
+        const std::string layout_d  = a.layout == "bcast" || a.layout == "strided" ? a.layout : "cont";
+
+        q = input(ctx, "q", GGML_TYPE_F32, { a.hsk, a.nb, a.nh,   a.ns }, layout_q);
+        k = input(ctx, "k", a.type_K,      { a.hsk, a.kv, a.nhkv, a.ns }, layout_kv);
+        v = a.vview ? ggml_view_4d(ctx, k, a.hsv, a.kv, a.nhkv, a.ns, k->nb[1], k->nb[2], k->nb[3], 0) :
+            input(ctx, "v", a.type_V,      { a.hsv, a.kv, a.nhkv, a.ns }, layout_kv);
+        d = input(ctx, "d", GGML_TYPE_F32, { a.hsv, a.nh, a.nb,   a.ns }, layout_d);
+        if (a.mask != "none") {
+            mask = input(ctx, "mask", GGML_TYPE_F16, { a.kv, a.nb + a.mpad, a.mh, a.ms }, "cont");
+        }
+        if (a.sinks) {
+            sinks = input(ctx, "sinks", GGML_TYPE_F32, { a.nh, 1, 1, 1 }, "cont");
+        }
+        if (a.o) {
+            o = input(ctx, "o", GGML_TYPE_F32, { a.hsv, a.nh, a.nb, a.ns }, "cont");
+        }
+
+        ggml_flash_attn_back_params params = { a.scale, a.max_bias, a.softcap, 0, a.kv_first, a.kv_count };
+        params.grads |= a.wants('q') ? 1u << GGML_FLASH_ATTN_BACK_DQ     : 0;
+        params.grads |= a.wants('k') ? 1u << GGML_FLASH_ATTN_BACK_DK     : 0;
+        params.grads |= a.wants('v') ? 1u << GGML_FLASH_ATTN_BACK_DV     : 0;
+        params.grads |= a.wants('s') ? 1u << GGML_FLASH_ATTN_BACK_DSINKS : 0;
+        back = ggml_flash_attn_back(ctx, q, k, v, mask, sinks, o, d, params);
+        if (a.f32) {
+            ggml_flash_attn_back_set_prec(back, GGML_PREC_F32);
+        }
+        ggml_set_name(back, "out");
+        return back;
+    }
+
+    // bytes of a tensor's storage: its values at their places, row by row, and NaN where there are none
+    static std::vector<uint8_t> store(const ggml_tensor * t, const std::vector<float> & values, const std::vector<bool> & skip = {}) {
+        const ggml_tensor *      root = t->view_src ? t->view_src : t;
+        std::vector<uint8_t>     bytes(ggml_nbytes(root), 0xFF); // NaN in every floating point type and in the scales of quantized ones
+        const std::vector<float> importance(t->ne[0], 1.0f);
+        for (int64_t row = 0; row < ggml_nrows(t); ++row) {
+            if (!skip.empty() && skip[row]) {
+                continue;
+            }
+            const int64_t i1  = row % t->ne[1];
+            const int64_t i2  = row / t->ne[1] % t->ne[2];
+            const int64_t i3  = row / t->ne[1] / t->ne[2];
+            uint8_t     * dst = bytes.data() + t->view_offs + i1*t->nb[1] + i2*t->nb[2] + i3*t->nb[3];
+            const float * src = values.data() + row*t->ne[0];
+            if (t->type == GGML_TYPE_F32) {
+                for (int64_t i0 = 0; i0 < t->ne[0]; ++i0) {
+                    memcpy(dst + i0*t->nb[0], src + i0, sizeof(float));
+                }
+            } else {
+                ggml_quantize_chunk(t->type, src, dst, 0, 1, t->ne[0], importance.data());
+            }
+        }
+        return bytes;
+    }
+
+    // a tensor's values as ggml converts them, [rows][ne0]
+    static std::vector<float> load(const ggml_tensor * t, const std::vector<uint8_t> & bytes) {
+        std::vector<float> values(ggml_nelements(t));
+        for (int64_t row = 0; row < ggml_nrows(t); ++row) {
+            const int64_t   i1  = row % t->ne[1];
+            const int64_t   i2  = row / t->ne[1] % t->ne[2];
+            const int64_t   i3  = row / t->ne[1] / t->ne[2];
+            const uint8_t * src = bytes.data() + t->view_offs + i1*t->nb[1] + i2*t->nb[2] + i3*t->nb[3];
+            float         * dst = values.data() + row*t->ne[0];
+            if (t->type == GGML_TYPE_F32) {
+                for (int64_t i0 = 0; i0 < t->ne[0]; ++i0) {
+                    memcpy(dst + i0, src + i0*t->nb[0], sizeof(float));
+                }
+            } else {
+                ggml_get_type_traits(t->type)->to_float(src, dst, t->ne[0]);
+            }
+        }
+        return values;
+    }
+
+    static void set(ggml_tensor * t, const std::vector<uint8_t> & bytes) {
+        ggml_backend_tensor_set(t->view_src ? t->view_src : t, bytes.data(), 0, bytes.size());
+    }
+
+    float slope(int64_t h) const {
+        if (a.max_bias <= 0.0f) {
+            return 1.0f;
+        }
+        const int64_t n = 1ll << (int) floor(log2((double) a.nh));
+        return h < n ? powf(2.0f, -a.max_bias*(h + 1)/n) : powf(2.0f, -a.max_bias/2.0f*(2*(h - n) + 1)/n);
+    }
+
+    // the forward's output [hsv, nh, nb, ns] in double precision
+    std::vector<float> forward(const std::vector<float> & vq, const std::vector<float> & vk, const std::vector<float> & vv,
+                               const std::vector<ggml_fp16_t> & vm, const std::vector<float> & vs) const {
+        std::vector<float> out(a.hsv*a.nh*a.nb*a.ns);
+        for (int64_t row = 0; row < a.nb*a.nh*a.ns; ++row) {
+            const int64_t i = row % a.nb;
+            const int64_t h = row / a.nb % a.nh;
+            const int64_t s = row / a.nb / a.nh;
+            const int64_t kv_head = s*a.nhkv + h/(a.nh/a.nhkv);
+
+            std::vector<double> logits(a.kv);
+            double max = vs.empty() ? -INFINITY : vs[h];
+            for (int64_t j = 0; j < a.kv; ++j) {
+                const float bias = vm.empty() ? 0.0f : ggml_fp16_to_fp32(vm[((s%a.ms*a.mh + h%a.mh)*(a.nb + a.mpad) + i)*a.kv + j]);
+                double      sum  = 0.0;
+                for (int64_t c = 0; c < a.hsk; ++c) {
+                    sum += (double) vq[row*a.hsk + c]*vk[(kv_head*a.kv + j)*a.hsk + c];
+                }
+                sum *= a.scale;
+                sum  = a.softcap > 0.0f ? a.softcap*tanh(sum/a.softcap) : sum;
+                logits[j] = bias == -INFINITY ? -INFINITY : sum + slope(h)*bias;
+                max = std::max(max, logits[j]);
+            }
+            double              total = vs.empty() ? 0.0 : exp(vs[h] - max);
+            std::vector<double> acc(a.hsv);
+            for (int64_t j = 0; j < a.kv; ++j) {
+                if (logits[j] != -INFINITY) {
+                    const double p = exp(logits[j] - max);
+                    total += p;
+                    for (int64_t c = 0; c < a.hsv; ++c) {
+                        acc[c] += p*vv[(kv_head*a.kv + j)*a.hsv + c];
+                    }
+                }
+            }
+            for (int64_t c = 0; c < a.hsv; ++c) {
+                out[((s*a.nb + i)*a.nh + h)*a.hsv + c] = total > 0.0 ? acc[c]/total : 0.0;
+            }
+        }
+        return out;
+    }
+
+    void initialize_tensors(ggml_context * ctx) override {
+        for (ggml_tensor * t = ggml_get_first_tensor(ctx); t != nullptr; t = ggml_get_next_tensor(ctx, t)) {
+            if (!t->view_src && ggml_nbytes(t) > 0) {
+                const std::vector<float> poison(ggml_nbytes(t)/sizeof(float), 1e30f); // a part that is not written differs
+                ggml_backend_tensor_set(t, poison.data(), 0, poison.size()*sizeof(float));
+            }
+        }
+
+        std::mt19937             rng = a.make_rng();
+        std::vector<ggml_fp16_t> vm;
+        if (mask) {
+            vm = a.make_mask(rng);
+            ggml_backend_tensor_set(mask, vm.data(), 0, vm.size()*sizeof(ggml_fp16_t));
+        }
+
+        // keys that no row sees stay unwritten
+        std::vector<bool> unseen(a.kv*a.nhkv*a.ns, mask != nullptr);
+        uint64_t pairs = 0, pairs_in_window = 0;
+        const int64_t window_end = a.kv_count > 0 ? a.kv_first + a.kv_count : a.kv;
+        for (int64_t row = 0; row < a.nb*a.nh*a.ns; ++row) {
+            const int64_t i = row % a.nb;
+            const int64_t h = row / a.nb % a.nh;
+            const int64_t s = row / a.nb / a.nh;
+            for (int64_t j = 0; j < a.kv; ++j) {
+                if (!mask || vm[((s%a.ms*a.mh + h%a.mh)*(a.nb + a.mpad) + i)*a.kv + j] != 0xFC00) { // -Inf
+                    unseen[(s*a.nhkv + h/(a.nh/a.nhkv))*a.kv + j] = false;
+                    pairs           += 1;
+                    pairs_in_window += j >= a.kv_first && j < window_end;
+                }
+            }
+        }
+        flops = 2*(pairs*(a.hsk + a.hsv + (a.wants('q') ? a.hsk : 0)) +
+                   pairs_in_window*((a.wants('k') ? a.hsk : 0) + (a.wants('v') ? a.hsv : 0)));
+
+        std::vector<float> vq = a.draw(rng, ggml_nelements(q));
+        std::vector<float> vk = a.draw(rng, ggml_nelements(k));
+        std::vector<float> vv = a.draw(rng, ggml_nelements(v));
+        std::vector<float> vd = a.draw(rng, ggml_nelements(d));
+        std::vector<float> vs = a.draw(rng, a.sinks ? a.nh : 0);
+
+        const std::vector<float> mean = a.draw(rng, a.hsk);
+        for (size_t i = 0; i < vq.size(); ++i) {
+            vq[i] *= a.data == "logits" ? 6.0f : a.data == "outlier" && i % a.hsk < 2 ? 30.0f : 1.0f;
+        }
+        for (size_t i = 0; i < vk.size(); ++i) {
+            vk[i] *= a.data == "logits" ? 6.0f : a.data == "outlier" && i % a.hsk < 2 ? 10.0f : 1.0f;
+            vk[i] += a.data == "kmean" ? 8.0f*mean[i % a.hsk] : 0.0f;
+        }
+        for (float & value : vv) {
+            value = a.data == "vconst" ? 1.0f + 1e-3f*value : value;
+        }
+        for (float & value : vd) {
+            value *= a.data == "tiny" ? 1e-7f : a.data == "huge" ? 1e4f : a.data == "zero" ? 0.0f : 1.0f;
+        }
+
+        const std::vector<uint8_t> bytes_k = store(k, vk, unseen);
+        const std::vector<uint8_t> bytes_v = a.vview ? bytes_k : store(v, vv, unseen);
+        set(q, store(q, vq));
+        set(k, bytes_k);
+        set(v, bytes_v);
+        set(d, store(d, vd));
+        if (sinks) {
+            set(sinks, store(sinks, vs));
+        }
+        if (o) {
+            const bool exact = mode == MODE_TEST; // timings do not depend on it
+            set(o, store(o, exact ? forward(vq, load(k, bytes_k), load(v, bytes_v), vm, vs) : a.draw(rng, ggml_nelements(o))));
+        }
+    }
+
+    uint64_t op_flops(ggml_tensor * t) override {
+        GGML_UNUSED(t);
+        return flops;
+    }
+
+    static double part_nmse(const float * got, const float * want, int64_t n) {
+        double error = 0.0, norm = 0.0;
+        for (int64_t i = 0; i < n; ++i) {
+            if (got[i] != want[i]) { // also equal infinities, the LSE of rows without keys
+                error += ((double) got[i] - want[i])*((double) got[i] - want[i]);
+            }
+            norm += std::isinf(want[i]) ? 0.0 : (double) want[i]*want[i];
+        }
+        return error == 0.0 ? 0.0 : error/norm;
+    }
+
+    double err(const float * got, const float * want, size_t n) override {
+        if (n != (size_t) ggml_nelements(back)) {
+            return part_nmse(got, want, n); // a sentinel
+        }
+        const int64_t kv_count = a.kv_count > 0 ? a.kv_count : a.kv;
+        const struct { ggml_flash_attn_back_part part; int64_t head, heads; } parts[] = {
+            { GGML_FLASH_ATTN_BACK_DQ,     a.hsk*a.nb,     a.nh  *a.ns },
+            { GGML_FLASH_ATTN_BACK_DK,     a.hsk*kv_count, a.nhkv*a.ns },
+            { GGML_FLASH_ATTN_BACK_DV,     a.hsv*kv_count, a.nhkv*a.ns },
+            { GGML_FLASH_ATTN_BACK_LSE,    a.nb,           a.nh  *a.ns },
+            { GGML_FLASH_ATTN_BACK_D,      a.nb,           a.nh  *a.ns },
+            { GGML_FLASH_ATTN_BACK_DSINKS, 1,              a.nh        },
+        };
+        double worst = 0.0;
+        for (const auto & p : parts) {
+            if (!ggml_flash_attn_back_has(back, p.part)) {
+                continue;
+            }
+            const size_t offset = ggml_flash_attn_back_offset(back, p.part)/sizeof(float);
+            worst = std::max(worst, part_nmse(got + offset, want + offset, p.head*p.heads));
+            for (int64_t head = 0; head < p.heads; ++head) {
+                worst = std::max(worst, part_nmse(got + offset + head*p.head, want + offset + head*p.head, p.head));
+            }
+        }
+        return worst;
+    }
+};
+
+// FLASH_ATTN_EXT with q, k, v and sinks as parameters and a random gradient of its output
+struct test_flash_attn_ext_grad : public test_case {
+    const flash_attn_back_args a;
+
+    ggml_tensor * mask = nullptr;
+
+    explicit test_flash_attn_ext_grad(const char * text) : a(text) {}
+
+    std::string op_desc(ggml_tensor * t) override {
+        GGML_UNUSED(t);
+        return "FLASH_ATTN_EXT";
+    }
+
+    std::string vars() override {
+        return a.text;
+    }
+
+    double max_nmse_err() override {
+        return 5e-4; // test_flash_attn_ext's
+    }
+
+    bool grad_precise() override {
+        return true;
+    }
+
+    ggml_tensor * param(ggml_context * ctx, const char * name, std::array<int64_t, 4> ne) {
+        const bool    perm = a.layout == "perm";
+        ggml_tensor * t    = perm ? ggml_new_tensor_4d(ctx, GGML_TYPE_F32, ne[0], ne[2], ne[1], ne[3]) :
+                                    ggml_new_tensor_4d(ctx, GGML_TYPE_F32, ne[0], ne[1], ne[2], ne[3]);
+        ggml_set_param(t);
+        ggml_set_name(t, name);
+        return perm ? ggml_permute(ctx, t, 0, 2, 1, 3) : t;
+    }
+
+    ggml_tensor * build_graph(ggml_context * ctx) override {
+        ggml_tensor * q = param(ctx, "q", { a.hsk, a.nb, a.nh,   a.ns });
+        ggml_tensor * k = param(ctx, "k", { a.hsk, a.kv, a.nhkv, a.ns });
+        ggml_tensor * v = param(ctx, "v", { a.hsv, a.kv, a.nhkv, a.ns });
+        if (a.mask != "none") {
+            mask = ggml_new_tensor_4d(ctx, GGML_TYPE_F16, a.kv, a.nb + a.mpad, a.mh, a.ms);
+            ggml_set_name(mask, "mask");
+        }
+        ggml_tensor * out = ggml_flash_attn_ext(ctx, q, k, v, mask, a.scale, a.max_bias, a.softcap);
+        if (a.sinks) {
+            ggml_tensor * sinks = ggml_new_tensor_1d(ctx, GGML_TYPE_F32, a.nh);
+            ggml_set_param(sinks);
+            ggml_set_name(sinks, "sinks");
+            ggml_flash_attn_ext_add_sinks(out, sinks);
+        }
+        ggml_tensor * d = ggml_new_tensor_4d(ctx, GGML_TYPE_F32, a.hsv, a.nh, a.nb, a.ns);
+        ggml_set_name(d, "d");
+        out = ggml_mul(ctx, out, d);
+        ggml_set_name(out, "out");
+        return out;
+    }
+
+    void initialize_tensors(ggml_context * ctx) override {
+        test_case::initialize_tensors(ctx);
+        if (mask) {
+            std::mt19937                   rng    = a.make_rng();
+            const std::vector<ggml_fp16_t> values = a.make_mask(rng);
+            ggml_backend_tensor_set(mask, values.data(), 0, values.size()*sizeof(ggml_fp16_t));
+        }
+    }
+};
+
+static void add_flash_attn_back_cases(std::vector<std::unique_ptr<test_case>> & test_cases) {
+    for (const char * text : flash_attn_back_cases) {
+        if (!flash_attn_back_args::is_capture(text)) {
+            test_cases.emplace_back(new test_flash_attn_back(text));
+        }
+    }
+    for (const char * text : flash_attn_back_grad_cases) {
+        const flash_attn_back_args a(text);
+        if (a.type_K == GGML_TYPE_F32 && a.type_V == GGML_TYPE_F32 && !a.vview) {
+            test_cases.emplace_back(new test_flash_attn_ext_grad(text));
+        }
+    }
+}
+
+static void add_flash_attn_back_perf_cases(std::vector<std::unique_ptr<test_case>> & test_cases) {
+    for (const char * text : flash_attn_back_perf_cases) {
+        if (!flash_attn_back_args::is_capture(text)) {
+            test_cases.emplace_back(new test_flash_attn_back(text));
+        }
+    }
+}

@@ -1,0 +1,1 @@
+"""The harness of FLASH_ATTN_BACK, the gradient of ggml's flash attention."""

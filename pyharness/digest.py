@@ -1,0 +1,31 @@
+"""Digests of the operator's sources: what a library was built from, and what lies in the repository."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+_FOLDERS = ("include", "src", "tests")
+
+
+def sources(root: Path = ROOT) -> list[str]:
+    """Paths of the operator's source files relative to `root`/ggml, sorted bytewise, with / between folders."""
+    ggml = root / "ggml"
+    found = (path for folder in _FOLDERS for path in (ggml / folder).rglob("*"))
+    return sorted(p.relative_to(ggml).as_posix() for p in found if p.is_file() and not p.name.startswith(".") and p.name[-1] != "~")
+
+
+def files(root: Path = ROOT) -> dict[str, str]:
+    """sha256 of the bytes of every source file, by its path relative to `root`/ggml, in the order of `sources`."""
+    return {path: hashlib.sha256((root / "ggml" / path).read_bytes()).hexdigest() for path in sources(root)}
+
+
+def manifest(digests: dict[str, str]) -> str:
+    """The digests as sha256sum prints them: one line "<sha256>  <path>" per file, in the given order."""
+    return "".join(f"{sha256}  {path}\n" for path, sha256 in digests.items())
+
+
+def patch_digest(root: Path = ROOT) -> str:
+    """sha256 of the manifest of `files`: what `ggml_flash_attn_back_source` of a library built from these sources returns."""
+    return hashlib.sha256(manifest(files(root)).encode()).hexdigest()

@@ -1,0 +1,534 @@
+"""Upstream source trees: fetched from PyPI, the operator put into them and taken out again.
+
+The operator's own files (ggml/include, ggml/src, ggml/tests) are copied into a tree, and the hooks of ggml/edits.toml are
+inserted into upstream's files as whole lines between marker lines. Nothing of upstream is removed, so taking the blocks out
+restores the bytes. Anchors are syntax nodes found with tree-sitter, so a tree may differ from the pinned ones.
+
+CMake runs `python -m pyharness.tree ensure [NAME]` or `copy FROM TO`; both print the patched tree's path.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import difflib
+import fcntl
+import functools
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+import tree_sitter
+import tree_sitter_c
+import tree_sitter_cmake
+import tree_sitter_cpp
+
+from pyharness import digest
+from pyharness.digest import ROOT
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+MANIFEST = "src/ggml-flash-attn-back.sha256"
+"""What a patch did to a tree: the hooked files as comments, then the operator's files as sha256sum lists them."""
+
+_MARK = "ggml-flash-attn-back"
+
+
+class TreeError(Exception):
+    """A tree could not be fetched, patched or restored; says why and what to do. Nothing was changed."""
+
+
+# ---- pinned upstream trees ----
+
+
+@dataclass(frozen=True)
+class Base:
+    """A pinned source archive on PyPI and the folder of it that is the tree."""
+
+    name: str
+    version: str
+    sha256: str
+    subdir: str
+    backend: str
+    ggml: str
+
+    @property
+    def folder(self) -> str:
+        """Name of the unpacked tree."""
+        return f"{self.name}-{self.version}"
+
+
+def bases() -> dict[str, Base]:
+    """The pinned trees of ggml/upstream.toml by name, the default one first."""
+    pins = tomllib.loads((ROOT / "ggml/upstream.toml").read_text())
+    default = pins.pop("default")
+    return {name: Base(name=name, **pins[name]) for name in sorted(pins, key=lambda name: name != default)}
+
+
+def base(name: str | None = None) -> Base:
+    """The pinned tree of that name, None for the default."""
+    known = bases()
+    if name is None:
+        return next(iter(known.values()))
+    if name not in known:
+        raise TreeError(f"no upstream tree is called {name!r}; ggml/upstream.toml has {', '.join(known)}")
+    return known[name]
+
+
+def ensure(name: str | None = None, root: Path = ROOT) -> Path:
+    """The pinned tree, fetched, unpacked and patched under `root`/build as far as that is still to do."""
+    pin = base(name)
+    with lock(root):
+        tree = root / "build/upstream" / pin.folder
+        if not tree.exists():
+            unpack(fetch(pin, root), pin.subdir, tree)
+        patch(tree)
+    return tree
+
+
+@contextlib.contextmanager
+def lock(root: Path = ROOT) -> Iterator[None]:
+    """Holds `root`/build for one process at a time; waits for the others."""
+    path = root / "build/.lock"
+    with _os_errors(f"cannot write below {root / 'build'}"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("w")
+    with file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+# Stands in for the build backend, which `pip download` asks for an archive's metadata before it keeps the archive.
+_BACKEND = """
+import os
+def prepare_metadata_for_build_wheel(metadata_directory, config_settings=None):
+    folder = os.environ["GGML_SDIST_NAME"] + "-" + os.environ["GGML_SDIST_VERSION"] + ".dist-info"
+    os.mkdir(os.path.join(metadata_directory, folder))
+    with open(os.path.join(metadata_directory, folder, "METADATA"), "w") as file:
+        file.write("Metadata-Version: 2.1\\nName: {GGML_SDIST_NAME}\\nVersion: {GGML_SDIST_VERSION}\\n".format(**os.environ))
+    return folder
+"""
+
+
+def fetch(pin: Base, root: Path = ROOT) -> Path:
+    """The pinned source archive below `root`/build/cache, downloaded by pip with its settings, its sha256 checked."""
+    archive = root / "build/cache" / f"{pin.folder}.tar.gz"
+    if archive.is_file() and _sha256(archive) == pin.sha256:
+        return archive
+    with _os_errors(f"cannot write {archive}"):
+        archive.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=archive.parent) as folder:
+            work = Path(folder)
+            requirement = f"{pin.name}=={pin.version}"
+            (work / "requirements.txt").write_text(f"{requirement} --hash=sha256:{pin.sha256}\n")
+            module = work / "backend" / (pin.backend.replace(".", "/") + ".py")
+            module.parent.mkdir(parents=True)
+            module.write_text(_BACKEND)
+            command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
+            command += ["--no-binary", ":all:", "--no-build-isolation", "--require-hashes"]
+            command += ["--requirement", str(work / "requirements.txt"), "--dest", str(work / "out")]
+            env = os.environ | {"PYTHONPATH": str(work / "backend"), "GGML_SDIST_NAME": pin.name, "GGML_SDIST_VERSION": pin.version}
+            pip = subprocess.run(command, env=env, capture_output=True, text=True)
+            if pip.returncode != 0:
+                raise TreeError(
+                    f"pip could not download {requirement} (exit {pip.returncode}):\n{_indent(pip.stderr)}\n"
+                    "Check the network and pip's settings (`pip config list`; PIP_INDEX_URL, HTTPS_PROXY, PIP_CERT are honoured), or put"
+                    f" the archive from https://pypi.org/project/{pin.name}/{pin.version}/#files at {archive}"
+                )
+            (download,) = (work / "out").iterdir()
+            found = _sha256(download)
+            if found != pin.sha256:
+                raise TreeError(f"{download.name} has sha256 {found}, not the pinned {pin.sha256}; it was not kept")
+            os.replace(download, archive)
+    return archive
+
+
+def unpack(archive: Path, subdir: str, tree: Path) -> None:
+    """Unpacks `subdir` of the archive's only top folder as the new folder `tree`, whole or not at all."""
+    with _os_errors(f"cannot write {tree}"):
+        tree.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=tree.parent) as folder:
+            try:
+                with tarfile.open(archive) as tar:
+                    tar.extraction_filter = tarfile.data_filter
+                    inside = [m for m in tar if PurePosixPath(*PurePosixPath(m.name).parts[1:]).is_relative_to(subdir)]
+                    tar.extractall(folder, inside)
+            except (tarfile.TarError, EOFError, AttributeError) as error:
+                raise TreeError(f"cannot unpack {archive}: {error}; delete it to have it fetched again") from error
+            found = list(Path(folder).glob(f"*/{subdir}"))
+            if len(found) != 1:
+                raise TreeError(f"{archive} has no folder {subdir}; delete it to have it fetched again")
+            os.replace(found[0], tree)
+
+
+# ---- hooks ----
+
+
+@dataclass(frozen=True)
+class Edit:
+    """One hook of ggml/edits.toml, where the fields are explained."""
+
+    name: str
+    file: str
+    language: str
+    anchor: list[str]
+    action: str
+    text: str = ""
+    optional: bool = False
+
+
+def edits() -> list[Edit]:
+    """The hooks of ggml/edits.toml in their order."""
+    return [Edit(**edit) for edit in tomllib.loads((ROOT / "ggml/edits.toml").read_text())["edit"]]
+
+
+def _normal(node: tree_sitter.Node | None) -> str:
+    return " ".join((node.text or b"").decode(errors="replace").split()) if node else ""
+
+
+def _field(name: str) -> Callable[[tree_sitter.Node], str]:
+    return lambda node: _normal(node.child_by_field_name(name))
+
+
+def _declared(node: tree_sitter.Node) -> str:
+    """Name of the function that a declaration or a definition declares, whatever macros stand before it."""
+    if node.type == "function_declarator":
+        return _normal(node.child_by_field_name("declarator"))
+    return next((name for child in node.children if child.type != "compound_statement" and (name := _declared(child))), "")
+
+
+def _condition(node: tree_sitter.Node) -> str:
+    return _normal(node.child_by_field_name("condition")).removeprefix("(").removesuffix(")")
+
+
+def _function(node: tree_sitter.Node) -> str:
+    if node.type == "function_def":  # CMake
+        return _normal(node.children[0]).removeprefix("function(").partition(" ")[0].rstrip(")")
+    return _declared(node)
+
+
+KINDS: dict[str, tuple[tuple[str, ...], Callable[[tree_sitter.Node], str], bool]] = {
+    "function": (("function_definition", "function_def"), _function, True),
+    "declaration": (("declaration",), _declared, True),
+    "struct": (("struct_specifier",), _field("name"), True),
+    "include": (("preproc_include",), lambda node: _normal(node.child_by_field_name("path")).strip('"<>'), True),
+    "switch": (("switch_statement",), _condition, True),
+    "for": (("for_statement",), _condition, True),
+    "case": (("case_statement",), lambda node: _field("value")(node) or "default", True),
+    "return": (("return_statement",), lambda node: _normal(node).removeprefix("return ").removesuffix(";"), True),
+    "statement": (("expression_statement",), _normal, False),
+    "command": (("normal_command",), _normal, False),
+}
+"""Kinds of anchors: the syntax nodes, the text of a node that an anchor names, whether it names the whole or the start."""
+
+_LANGUAGES = {"c": tree_sitter_c.language, "cpp": tree_sitter_cpp.language, "cmake": tree_sitter_cmake.language}
+
+
+@functools.cache
+def _language(name: str) -> tree_sitter.Language:
+    return tree_sitter.Language(_LANGUAGES[name]())
+
+
+def _matches(language: tree_sitter.Language, node: tree_sitter.Node, step: str) -> list[tree_sitter.Node]:
+    kind, _, text = step.partition(" ")
+    types, key, whole = KINDS[kind]
+    known = [t for t in types if language.id_for_node_kind(t, True) is not None]
+    query = tree_sitter.Query(language, "[" + " ".join(f"({t})" for t in known) + "] @node")
+    found = tree_sitter.QueryCursor(query).captures(node).get("node", [])
+    return [n for n in found if n != node and (key(n) == text if whole else key(n).startswith(text))]
+
+
+def _find(edit: Edit, language: tree_sitter.Language, node: tree_sitter.Node) -> tree_sitter.Node:
+    for i, step in enumerate(edit.anchor):
+        found = _matches(language, node, step)
+        if len(found) != 1:
+            where = " in ".join([repr(s) for s in reversed(edit.anchor[:i])] + [edit.file])
+            raise TreeError(
+                f"edit {edit.name!r}: {len(found) or 'no'} anchor{'s' * (len(found) > 1)} {step!r} in {where}; this tree differs too much"
+                " from the ones in ggml/upstream.toml: adapt the edit's anchor in ggml/edits.toml"
+            )
+        node = found[0]
+    return node
+
+
+def insert(data: bytes, wanted: list[Edit]) -> bytes:
+    """The bytes of one upstream file with the blocks of its edits put in; raises TreeError where an anchor is not found."""
+    language = _language(wanted[0].language)
+    lines = _lines(data)
+    tree = tree_sitter.Parser(language).parse(data.replace(b"\r\n", b"\n"))
+    blocks: list[tuple[int, str]] = []
+    for edit in wanted:
+        node = _find(edit, language, tree.root_node)
+        first, last = node.start_point.row, node.end_point.row - (node.end_point.column == 0)
+        before, after = lines[first][: node.start_point.column], lines[last][node.end_point.column :] if node.end_point.column else b""
+        if edit.action == "inside":
+            brace = next(c for c in node.child_by_field_name("body").children if c.type == "{")  # type: ignore[union-attr]
+            first = last = brace.start_point.row
+            before, after = b"", lines[first][brace.end_point.column :]
+        if not (re.fullmatch(rb"\s*(\w+\s+)*", before) and re.fullmatch(rb"\s*;?\s*(//.*|/\*.*\*/|#.*)?\s*", after)):
+            raise TreeError(f"edit {edit.name!r}: the anchor {edit.anchor[-1]!r} shares its lines in {edit.file}; break the line there")
+        text = edit.text.rstrip("\n")
+        if edit.action == "disable":
+            blocks += [(first, "\n".join([text, "#if 0"] if text else ["#if 0"])), (last + 1, "#endif")]
+        else:
+            blocks.append((first if edit.action == "before" else last + 1, text))
+    for row, text in reversed(sorted(blocks, key=lambda block: (block[0], block[1] != "#endif"))):
+        if row > 0 and not lines[row - 1].endswith(b"\n"):
+            raise TreeError(f"{wanted[0].file} must end in a line end")
+        mark = f"{'#' if wanted[0].language == 'cmake' else '//'} {_MARK}"
+        block = f"{mark} {{\n{text}\n{mark} }}\n".encode()
+        lines.insert(row, block.replace(b"\n", b"\r\n") if lines[max(row - 1, 0)].endswith(b"\r\n") else block)
+    return b"".join(lines)
+
+
+def strip(data: bytes, file: str) -> bytes:
+    """The bytes of one file without the blocks that `insert` put in."""
+    kept: list[bytes] = []
+    inside = False
+    for line in _lines(data):
+        mark = re.fullmatch(rb"(?://|#) " + _MARK.encode() + rb" ([{}])\r?\n?", line)
+        if mark:
+            if inside == (mark[1] == b"{"):
+                raise TreeError(f"{file} has an unpaired line {line.decode().strip()!r}; restore the pair, or the file from its origin")
+            inside = not inside
+        elif not inside:
+            kept.append(line)
+    if inside:
+        raise TreeError(f"{file} ends inside a block {_MARK!r}; restore the block, or the file from its origin")
+    return b"".join(kept)
+
+
+# ---- patching ----
+
+
+@dataclass(frozen=True)
+class Change:
+    """One file of a tree as it is and as it is to be, None where there is none."""
+
+    path: Path
+    old: bytes | None
+    new: bytes | None
+
+
+def patch(tree: Path) -> list[Change]:
+    """Puts the current operator into a ggml or llama.cpp tree, whichever state of it the tree holds; returns what changed."""
+    return _apply(_plan(tree))
+
+
+def reverse(tree: Path) -> list[Change]:
+    """Takes the operator out of a tree again, so that upstream's bytes are restored; returns what changed."""
+    return _apply(_plan(tree, remove=True))
+
+
+def check(tree: Path) -> bool:
+    """Whether a tree holds the operator as it is now in this repository."""
+    return not _plan(tree)
+
+
+def diff(tree: Path) -> str:
+    """What `patch` would change, as a unified diff."""
+    text = ""
+    for change in _plan(tree):
+        name = change.path.relative_to(tree.resolve()).as_posix()
+        old, new = (_lines(b or b"") for b in (change.old, change.new))
+        old_name, new_name = ("/dev/null" if b is None else p + name for p, b in (("a/", change.old), ("b/", change.new)))
+        for line in difflib.diff_bytes(difflib.unified_diff, old, new, old_name.encode(), new_name.encode()):
+            text += line.decode(errors="replace")
+            text += "" if line.endswith(b"\n") else "\n\\ No newline at end of file\n"
+    return text
+
+
+def ggml_root(tree: Path) -> Path:
+    """The ggml folder of a ggml or llama.cpp checkout."""
+    for folder in (tree / "ggml", tree):
+        if (folder / "include/ggml.h").is_file() and (folder / "src/ggml.c").is_file():
+            return folder
+    raise TreeError(f"{tree} is no ggml or llama.cpp checkout: no include/ggml.h and src/ggml.c in it or in its ggml folder")
+
+
+def _place(tree: Path, file: str) -> Path:
+    """Where a file of the patch lies in a tree; refuses paths that lead out of the tree."""
+    relative = PurePosixPath(file)
+    if relative.is_absolute() or ".." in relative.parts:
+        raise TreeError(f"{file} leads out of the tree")
+    path = (tree if relative.parts[0] == "tests" else ggml_root(tree)) / relative
+    for part in [path, *path.parents]:
+        if part == tree:
+            break
+        if part.is_symlink():
+            raise TreeError(f"{part} is a symbolic link, which is not written through; patch the tree that it points to")
+    return path
+
+
+def _read(path: Path) -> bytes | None:
+    with _os_errors(f"cannot read {path}"):
+        return path.read_bytes() if path.exists() else None
+
+
+def _plan(tree: Path, remove: bool = False) -> list[Change]:
+    tree = tree.resolve()
+    manifest = _place(tree, MANIFEST)
+    old_manifest = (_read(manifest) or b"").decode().splitlines()
+    hooked = [line[2:] for line in old_manifest if line.startswith("# ")]
+    copied = {line[66:]: line[:64] for line in old_manifest if not line.startswith("#")}
+    content: dict[str, bytes | None] = dict.fromkeys([*copied, MANIFEST])
+
+    wanted: dict[str, list[Edit]] = {file: [] for file in hooked}
+    if not remove:
+        for edit in edits():
+            wanted.setdefault(edit.file, []).append(edit)
+    for file in list(wanted):
+        data = _read(_place(tree, file))
+        if data is not None:
+            stripped = strip(data, file)
+            content[file] = insert(stripped, wanted[file]) if wanted[file] else stripped
+        elif all(edit.optional for edit in wanted[file]):
+            del wanted[file]
+        else:
+            raise TreeError(f"edit {wanted[file][0].name!r}: the tree has no {file}")
+    if not remove:
+        content |= {path: (ROOT / "ggml" / path).read_bytes() for path in digest.sources()}
+        hashes = {path: hashlib.sha256(content[path] or b"").hexdigest() for path in digest.sources()}
+        content[MANIFEST] = ("".join(f"# {file}\n" for file in wanted) + digest.manifest(hashes)).encode()
+
+    changes = []
+    for file, new in content.items():
+        path = _place(tree, file)
+        old = _read(path)
+        if old == new:
+            continue
+        if old is not None and file != MANIFEST and file not in wanted and hashlib.sha256(old).hexdigest() != copied.get(file):
+            raise TreeError(f"{path} is not as the patch left it; move your changes elsewhere and delete it")
+        changes.append(Change(path, old, new))
+    return changes
+
+
+def _apply(changes: list[Change]) -> list[Change]:
+    """Writes all of the changes or none: new bytes are staged beside their places first, and a failure puts the old ones back."""
+    staged: dict[Path, Path] = {}
+    made: list[Path] = []
+    done: list[Change] = []
+
+    def stage(path: Path, data: bytes) -> None:
+        made.extend(p for p in reversed(path.parents) if not p.exists())
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{_MARK}-")
+        staged[path] = Path(name)
+        with open(descriptor, "wb") as file:
+            file.write(data)
+        staged[path].chmod(path.stat().st_mode & 0o7777 if path.exists() else 0o644)
+
+    with _os_errors("the tree was left as it was"):
+        try:
+            for change in changes:
+                if change.new is not None:
+                    stage(change.path, change.new)
+            for change in changes:
+                done.append(change)
+                if change.new is None:
+                    change.path.unlink()
+                else:
+                    os.replace(staged.pop(change.path), change.path)
+        except BaseException:
+            for change in reversed(done):
+                if change.old is None:
+                    change.path.unlink(missing_ok=True)
+                elif _read(change.path) != change.old:
+                    stage(change.path, change.old)
+                    os.replace(staged.pop(change.path), change.path)
+            for temporary in staged.values():
+                temporary.unlink(missing_ok=True)
+            for folder in reversed(made):
+                folder.rmdir()
+            raise
+    for folder in {change.path.parent for change in changes if change.new is None}:
+        with contextlib.suppress(OSError):  # not empty
+            folder.rmdir()
+    return changes
+
+
+def copy(source: Path, tree: Path, root: Path = ROOT) -> Path:
+    """A patched copy at `tree` of what a build needs of a user's own tree, brought up to date; `source` is only read."""
+    source = source.resolve()
+    ggml = ggml_root(source)
+    wanted = [file for part in ("cmake", "include", "src") for file in (ggml / part).rglob("*")]
+    wanted += [*ggml.glob("*.txt"), *ggml.glob("*.in"), *(source / "tests").glob("test-backend-ops.cpp")]
+    wanted += [_place(source, line[66:]) for line in (_read(ggml / MANIFEST) or b"").decode().splitlines() if line[64:66] == "  "]
+    with lock(root), _os_errors(f"cannot copy {source} to {tree}"):
+        tree.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=tree.parent) as folder:
+            fresh = Path(folder)
+            for file in wanted:
+                if file.is_file():
+                    (fresh / file.relative_to(source)).parent.mkdir(parents=True, exist_ok=True)
+                    shutil.copyfile(file, fresh / file.relative_to(source))
+            patch(fresh)
+            _mirror(fresh, tree)
+    return tree
+
+
+def _mirror(source: Path, target: Path) -> None:
+    """Makes the files of `target` those of `source`; files that are the same already are not touched."""
+    files = {file.relative_to(source) for file in source.rglob("*") if file.is_file()}
+    for file in target.rglob("*"):
+        if file.is_file() and file.relative_to(target) not in files:
+            file.unlink()
+    for name in files:
+        if not (target / name).is_file() or (source / name).read_bytes() != (target / name).read_bytes():
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            os.replace(source / name, target / name)
+
+
+# ---- small things ----
+
+
+def _lines(data: bytes) -> list[bytes]:
+    return re.findall(rb"[^\n]*\n|[^\n]+", data)
+
+
+def _sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _indent(text: str) -> str:
+    return "\n".join("    " + line for line in text.strip().splitlines())
+
+
+@contextlib.contextmanager
+def _os_errors(what: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise TreeError(f"{what}: {error}") from error
+
+
+def _main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m pyharness.tree", description=(__doc__ or "").splitlines()[0])
+    verbs = parser.add_subparsers(dest="verb", required=True)
+    ensure_parser = verbs.add_parser("ensure", help="fetch, unpack and patch a pinned tree")
+    ensure_parser.add_argument("name", nargs="?")
+    copy_parser = verbs.add_parser("copy", help="make a patched copy of a tree")
+    copy_parser.add_argument("source", type=Path)
+    copy_parser.add_argument("tree", type=Path)
+    args = parser.parse_args(argv)
+    try:
+        print(ensure(args.name) if args.verb == "ensure" else copy(args.source, args.tree))
+    except TreeError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 3
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(_main(sys.argv[1:]))
