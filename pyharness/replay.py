@@ -1,0 +1,71 @@
+"""The verb `replay`: runs the oracle on captures, the attention inputs of real models stored in files.
+
+A file that also holds its framework's gradients (tensors dq, dk, dv, dsinks) is checked against float64 first: if they
+differ, scale, mask or layout of the file are not those that made them, and the operator is not to blame.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from . import capture_file, cases, errors, oracle, reference
+from .capture_file import Capture
+from .cases import Case
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `replay`."""
+    parser.add_argument(
+        "captures", nargs="*", metavar="FILE|NAME", help="capture files, or names in tests/data (default: all of those)"
+    )
+    oracle.add_run_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Checks the captures on the devices that the options name; the exit code.
+
+    Raises errors.Usage for a file that is missing or malformed, before anything runs.
+    """
+    names = args.captures or sorted(file.stem for file in capture_file.DATA.glob("*.gguf"))
+    if not names:
+        raise errors.Empty(f"no capture in {capture_file.DATA}", "name a file")
+    args.case_files = [capture_file.path(name) for name in names]
+    captures = {name: capture_file.read(file) for name, file in zip(names, args.case_files, strict=True)}
+    selected = [_case(name, capture) for name, capture in captures.items()]
+    agreed = [_agrees(name, capture) for name, capture in captures.items()]
+    return oracle.execute(args, selected) or int(not all(agreed))
+
+
+def _case(name: str, capture: Capture) -> Case:
+    """A capture as a case, the output given when the file has it."""
+    if set(name) & set(",()"):
+        raise errors.Usage(f"{name}: a case string cannot hold this path", "rename it without comma and parentheses")
+    return Case(capture=name, o=int(capture.inputs.o is not None))
+
+
+def _agrees(name: str, capture: Capture) -> bool:
+    """Whether the gradients stored in the file are those of float64; says so on stderr."""
+    about = ", ".join(
+        f"{key} {capture.notes[key]}" for key in ("model", "layer", "text", "loss") if key in capture.notes
+    )
+    print(f"{name}: {about or 'no notes'}", file=sys.stderr)
+    limit = cases.limits()["nmse"]
+    want = reference.backward(capture.inputs) if capture.gradients else {}
+    found = {part: _nmse(stored, want[part]) for part, stored in capture.gradients.items() if part in want}
+    agreed = all(error <= limit for error in found.values())
+    if found:
+        figures = " ".join(f"{part} {error:.1e}" for part, error in found.items())
+        verdict = "agree with" if agreed else f"differ (limit {limit:g}) from"
+        print(f"{name}: the file's own gradients {verdict} float64: {figures}", file=sys.stderr)
+    if not agreed:
+        print("  check the file's scale, mask, softcap and order of dimensions (docs/captures.md)", file=sys.stderr)
+    return agreed
+
+
+def _nmse(got: npt.NDArray[Any], want: npt.NDArray[Any]) -> float:
+    return float(np.square(got - want).sum() / max(np.square(want).sum(), sys.float_info.min))
