@@ -1,0 +1,619 @@
+"""Time the operator, and what else computes the same gradient, on the same tensors in the same process.
+
+A sample is one backward. Warm-ups come first and are not counted. With a warm L2 samples follow each other; with a cold one
+a buffer of twice the last-level cache is written before each. On CUDA the device's time is taken by events on the backend's
+own stream (see cuda.Stopwatch) and includes the gaps between the operator's kernels; host time is taken beside it, from
+before the launch until the device is done. Other backends have host time alone.
+
+Work is counted as the products that the wanted gradients need, each once, over unmasked pairs of query and key:
+S = Q K^T and dP = dO V^T always, dQ, dK, dV as wanted; 2 (3 Dk + 2 Dv) FLOP a pair for all. What a kernel computes twice
+counts once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import dataclasses
+import functools
+import json
+import math
+import statistics as stats
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from . import cases, cuda, errors, inputs, monitor, options, peers, receipt, reference, statement
+from .bench import Bench, Sample
+from .inputs import Inputs
+from .statement import OPERATOR, Document
+
+if TYPE_CHECKING:
+    from .cases import Case
+    from .ggml import Device, Library
+
+RUNS = 20
+WARMUPS = 3
+FORMULA = "flop = 2 pairs (Dk + Dv) + 2 pairs Dk [dQ] + 2 window pairs Dk [dK] + 2 window pairs Dv [dV]; pairs of all heads that the mask leaves"
+FORMULA_FORWARD = "flop = 2 pairs (Dk + Dv); pairs of all heads that the mask leaves"
+
+# ---- statistics ----
+
+
+def interval(samples: Sequence[int]) -> list[int]:
+    """95 % confidence interval of the median by order statistics: no assumption on the distribution.
+
+    With fewer than six samples no such interval exists and the range is given."""
+    ordered, n = sorted(samples), len(samples)
+    below, k = 0, 0
+    while k < n // 2 and (below + math.comb(n, k)) * 40 <= 2**n:
+        below += math.comb(n, k)
+        k += 1
+    return [ordered[max(k - 1, 0)], ordered[n - max(k, 1)]]
+
+
+def statistics(samples: Sequence[int]) -> dict[str, Any]:
+    """What a timing says about its samples, nanoseconds; the receipt keeps both."""
+    return {
+        "median_ns": statement.median(samples),
+        "mad_ns": statement.mad(samples),
+        "min_ns": min(samples),
+        "interval_ns": interval(samples),
+    }
+
+
+def compare(ours: dict[str, Any], theirs: dict[str, Any]) -> tuple[float, str]:
+    """How many times faster the first timing is than the second, and whether that is so: "undecided" where intervals meet."""
+    ratio = float(theirs["median_ns"]) / float(ours["median_ns"])
+    if ours["interval_ns"][1] < theirs["interval_ns"][0]:
+        return ratio, "faster"
+    if ours["interval_ns"][0] > theirs["interval_ns"][1]:
+        return ratio, "slower"
+    return ratio, "undecided"
+
+
+def verdict_text(found: tuple[float, str]) -> str:
+    """ "2.31x faster", "0.8x, slower", "undecided"."""
+    ratio, verdict = found
+    return "undecided" if verdict == "undecided" else f"{ratio:.3g}x, {verdict}"
+
+
+def best_clock(record: dict[str, Any], l2: str) -> dict[str, Any]:
+    """The timing of a measurement to quote: the device's clock where there is one."""
+    found = [t for t in record["timings"] if t["l2"] == l2] or record["timings"]
+    timing: dict[str, Any] = min(found, key=lambda t: t["clock"] != "device")
+    return timing
+
+
+def against_base(measurements: Sequence[dict[str, Any]], base: Document, throttled: bool = False) -> dict[str, Any]:
+    """Each timing against the same one of an earlier receipt; undecided where intervals meet or a GPU was throttled."""
+    body = base["predicate"]["receipt"]
+    earlier = {
+        (r["case"], r["device"], r["who"], r["pass"], t["l2"], t["clock"]): t
+        for r in (body["perf"] or {"measurements": []})["measurements"]
+        for t in r["timings"]
+    }
+    comparisons = []
+    for record in measurements:
+        for timing in record["timings"]:
+            key = (record["case"], record["device"], record["who"], record["pass"], timing["l2"], timing["clock"])
+            if key in earlier:
+                ratio, verdict = compare(timing, earlier[key])
+                names = dict(zip(("case", "device", "who", "pass", "l2", "clock"), key, strict=True))
+                settled = "undecided" if throttled or body["perf"]["throttled"] else verdict
+                comparisons.append({**names, "ratio": statement.number(ratio), "verdict": settled})
+    return {"id": body["id"], "comparisons": comparisons}
+
+
+def sample(run: Callable[[], Sample], flush: Callable[[], None], runs: int, cold: bool) -> list[dict[str, Any]]:
+    """The timings of one subject: `runs` samples, or 20 and then more until half a second is full, at most 200."""
+    timings = []
+    for l2 in ("warm", "cold") if cold else ("warm",):
+        for _ in range(WARMUPS):
+            run()
+        found: list[Sample] = []
+        begin = time.perf_counter()
+        while len(found) < (runs or RUNS) or (
+            not runs and len(found) < 10 * RUNS and time.perf_counter() - begin < 0.5
+        ):
+            if l2 == "cold":
+                flush()
+            found.append(run())
+        columns = {"device": [d for _, d in found if d is not None], "host": [h for h, _ in found]}
+        for clock, samples in columns.items():
+            if samples:
+                timings.append(
+                    {"l2": l2, "clock": clock, "warmups": WARMUPS, "samples_ns": samples, **statistics(samples)}
+                )
+    return timings
+
+
+# ---- work, floors, errors ----
+
+
+def work(given: Inputs, backward: bool = True) -> dict[str, Any]:
+    """Pairs and FLOP of a pass; null with the reason where the mask cannot be counted."""
+    dk, dv = given.q.shape[3], given.d.shape[3]
+    formula = FORMULA if backward else FORMULA_FORWARD
+    if given.mask is not None and np.isnan(given.mask[:, :, : given.sizes[3]]).any():
+        return {"pairs": None, "flop": None, "formula": formula, "reason": "unavailable: the mask holds NaN"}
+    pairs = given.unmasked()
+    flop = 2 * pairs * (dk + dv)
+    if backward:
+        mask, window = given.mask, slice(given.kv_first, given.kv_first + given.kv_count)
+        small = dataclasses.replace(
+            given, k=given.k[:, :, window], v=given.v[:, :, window], mask=mask if mask is None else mask[..., window]
+        )
+        in_window = small.unmasked() if {"dk", "dv"} & set(given.grads) else 0
+        flop += 2 * pairs * dk * ("dq" in given.grads) + 2 * in_window * (
+            dk * ("dk" in given.grads) + dv * ("dv" in given.grads)
+        )
+    return {"pairs": pairs, "flop": flop, "formula": formula, "reason": ""}
+
+
+def floor(traffic: int, flop: int | None, ceilings: dict[str, Any], median_ns: float) -> dict[str, Any]:
+    """What no kernel can go under: each input read once and each output written once, every product once at the ceiling."""
+    rate, bandwidth = ceilings["compute_flop_per_s"], ceilings["memory_bytes_per_s"]
+    memory = traffic / float(bandwidth) * 1e9 if bandwidth else None
+    compute = flop / float(rate) * 1e9 if rate and flop is not None else None
+    known = [f for f in (memory, compute) if f is not None]
+    text = [
+        None if f is None else statement.number(f) for f in (memory, compute, max(known) / median_ns if known else None)
+    ]
+    return {"bytes": traffic, "memory_ns": text[0], "compute_ns": text[1], "fraction": text[2]}
+
+
+def nmse(got: NDArray[Any], want: NDArray[np.float64]) -> float:
+    """sum((got - want)^2) / sum(want^2) in float64; nan is nan."""
+    difference = got.astype(np.float64) - want
+    return float(np.vdot(difference, difference) / np.vdot(want, want))
+
+
+class Truth:
+    """The float64 reference of a case, over everything or over one KV head's group of sequence 0."""
+
+    def __init__(self, given: Inputs, scope: str) -> None:
+        """`scope`: "slice" or "full"; ALiBi slopes depend on the number of heads, so such a case is always full."""
+        s, h, hkv, _, _ = given.sizes
+        whole = scope == "full" or given.max_bias > 0 or (s == 1 and hkv == 1)
+        self.group = h if whole else h // hkv
+        self.sequences, self.kv_heads = (s, hkv) if whole else (1, 1)
+        self.scope = "all heads" if whole else f"sequence 0, KV head 0 of {hkv} with its {self.group} query heads"
+        part = given
+        if not whole:
+            mask = given.mask
+            if mask is not None:
+                mask = mask[:1] if mask.shape[1] == 1 else mask[:1, np.arange(self.group) % mask.shape[1]]
+            part = dataclasses.replace(
+                given,
+                q=given.q[:1, : self.group],
+                k=given.k[:1, :1],
+                v=given.v[:1, :1],
+                d=given.d[:1, :, : self.group],
+                o=None if given.o is None else given.o[:1, :, : self.group],
+                sinks=None if given.sinks is None else given.sinks[: self.group],
+                mask=mask,
+            )
+        found = reference.backward(part)
+        self._want = {name: found[name] for name in ("dq", "dk", "dv") if name in found}
+
+    def error(self, parts: dict[str, NDArray[Any]]) -> dict[str, Any]:
+        """NMSE of each gradient in `parts` (shapes of the whole case)."""
+        heads = {"dq": self.group, "dk": self.kv_heads, "dv": self.kv_heads}
+        values = {
+            name: statement.number(nmse(parts[name][: self.sequences, : heads[name]], want))
+            for name, want in self._want.items()
+            if name in parts
+        }
+        return {"scope": self.scope, "nmse": values}
+
+
+# ---- a case ----
+
+
+@dataclasses.dataclass
+class Settings:
+    """What one run of the verb measures with."""
+
+    library: Library
+    device: Device
+    seed: int
+    threads: int
+    runs: int
+    cold: bool
+    error: str  # "none", "slice", "full"
+    peers: tuple[str, ...]
+    budget: float  # seconds that a case may take by the compute floor
+    ceilings: dict[str, Any]
+    monitor: monitor.Monitor
+
+
+def measure(case: Case, settings: Settings) -> Iterator[dict[str, Any]]:
+    """The measurements of one case: the operator first, then the peers; a subject that cannot run says why."""
+    library, device = settings.library, settings.device
+    given = inputs.make(case, settings.seed)
+    count = work(given)
+
+    def record(who: str, way: str, path: str = "", unavailable: str = "", **found: Any) -> dict[str, Any]:
+        entry: dict[str, Any] = {
+            "case": str(case),
+            "device": device.name,
+            "seed": str(case.seed(settings.seed)),
+            "who": who,
+            "pass": way,
+            "path": path,
+            "unavailable": unavailable,
+            "timings": [],
+            "work": count if way == "backward" else work(given, backward=False),
+            "memory": {"buffers_bytes": None, "peak_bytes": None},
+            "floor": None,
+            "error": None,
+        }
+        return entry | found
+
+    refusal = library.refusal(device, given)
+    rate = settings.ceilings["compute_flop_per_s"]
+    least = (
+        count["flop"] / float(rate) * (settings.runs or RUNS) * (1 + settings.cold) if rate and count["flop"] else 0.0
+    )
+    if refusal is None and least > settings.budget:
+        refusal = f"not run: by the compute floor it takes {least:.0f} s or more; --budget SECONDS allows it"
+    if refusal is not None:
+        yield record(OPERATOR, "backward", unavailable=refusal)
+        return
+    truth = None if settings.error == "none" else Truth(given, settings.error)
+    watch = settings.monitor
+
+    def peak(since: int, before: int | None) -> int | str | None:
+        if watch.baseline is None:
+            return None
+        watch.sample()
+        most = watch.peak(since, watch.mark())
+        return "unknown" if most is None or before is None else max(0, most - before)
+
+    def begin() -> tuple[int, int | None]:
+        watch.sample()
+        return watch.mark(), watch.latest
+
+    since, before = begin()
+    with library.prepare(device, given, settings.threads) as session, Bench(library, device, session.backend) as bench:
+        timings = sample(lambda: bench.time(session.graph), bench.flush, settings.runs, settings.cold)
+        most = peak(since, before)
+        parts = session.result().parts if truth else {}
+        buffers = session.bytes
+        traffic = sum(
+            a.nbytes for a in (given.q, given.k, given.v, given.mask, given.sinks, given.o, given.d) if a is not None
+        )
+        if case.vview:
+            traffic -= given.v.nbytes
+        own = record(
+            OPERATOR,
+            "backward",
+            session.path,
+            timings=timings,
+            memory={"buffers_bytes": buffers, "peak_bytes": most},
+            error=truth.error(parts) if truth else None,
+        )
+        own["floor"] = floor(
+            traffic + session.result_bytes,
+            count["flop"],
+            settings.ceilings,
+            float(best_clock(own, "warm")["median_ns"]),
+        )
+    yield own
+    for peer in peers.all_of(settings.peers, library, device, given, settings.threads):
+        since, before = begin()
+        try:
+            with peer:
+                for way in peer.passes:
+                    timings = sample(functools.partial(peer.time, way), peer.flush, settings.runs, settings.cold)
+                    error = truth.error(peer.parts()) if truth and way == "backward" else None
+                    memory = {"buffers_bytes": peer.bytes, "peak_bytes": peak(since, before)}
+                    yield record(peer.who, way, timings=timings, memory=memory, error=error)
+        except peers.Unavailable as e:
+            yield record(peer.who, "backward", unavailable=str(e))
+
+
+def ceilings(library: Library, device: Device, threads: int) -> dict[str, Any]:
+    """What the device reaches at most: FLOP/s of a large product, bytes/s of a large copy (bytes read and written).
+
+    Through PyTorch on a GPU where it is installed; otherwise ggml's own MUL_MAT (F16 by F32 on a GPU, F32 on a CPU, its
+    conversions included) and a contiguous copy, the median of ten."""
+    index = cuda.ordinal(device.name)
+    found = peers.torch_ceilings(index) if index is not None else None
+    if found is None:
+        size, kind, name = (
+            (2048, library.c.GGML_TYPE_F32, "F32") if index is None else (16384, library.c.GGML_TYPE_F16, "F16")
+        )
+        floats = 2**26 if index is None else 2**28
+        c, shape = library.c, "ggml_new_tensor_4d"
+        backend = library.backend(device, threads)
+        with Bench(library, device, backend) as bench:
+
+            def median_ns(build: Callable[[Any], Any]) -> float:
+                overhead = 16 * c.ggml_tensor_overhead() + c.ggml_graph_overhead_custom(16, False)
+                context = c.ggml_init({"mem_size": overhead, "mem_buffer": library.ffi.NULL, "no_alloc": True})
+                graph = c.ggml_new_graph_custom(context, 16, False)
+                c.ggml_build_forward_expand(graph, build(context))
+                buffer = c.ggml_backend_alloc_ctx_tensors(context, backend)
+                if not buffer:
+                    raise errors.Environment(
+                        f"{device.name}: no memory to measure the ceilings; give --ceiling-tflops and --ceiling-gbs"
+                    )
+                c.ggml_backend_buffer_clear(buffer, 0x11)
+                times = [bench.time(graph) for _ in range(12)][2:]
+                c.ggml_backend_buffer_free(buffer)
+                c.ggml_free(context)
+                return stats.median(host if on_device is None else on_device for host, on_device in times)
+
+            make = getattr(c, shape)
+            product = median_ns(
+                lambda x: c.ggml_mul_mat(x, make(x, kind, size, size, 1, 1), make(x, c.GGML_TYPE_F32, size, size, 1, 1))
+            )
+            copy = median_ns(lambda x: c.ggml_cont(x, make(x, c.GGML_TYPE_F32, floats, 1, 1, 1)))
+        c.ggml_backend_free(backend)
+        found = {
+            "compute": 2 * size**3 / (product * 1e-9),
+            "memory": 8 * floats / (copy * 1e-9),
+            "how": f"ggml: {name} MUL_MAT of {size}^3, copy of {floats * 4 / 2**20:.0f} MiB counting reads and writes",
+        }
+    return {
+        "compute_flop_per_s": statement.number(found["compute"]),
+        "memory_bytes_per_s": statement.number(found["memory"]),
+        "how": found["how"],
+    }
+
+
+# ---- the verb ----
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """perf's options."""
+    options.selection(parser, default_file=cases.PERF)
+    options.backend(parser)
+    options.seed(parser)
+    options.output(parser)
+    parser.add_argument(
+        "--runs",
+        type=int,
+        default=0,
+        metavar="N",
+        help=f"samples of each timing (default: {RUNS}, short ones up to {10 * RUNS})",
+    )
+    parser.add_argument("--no-cold", action="store_true", help="warm L2 only")
+    parser.add_argument(
+        "--peer",
+        action="append",
+        default=[],
+        choices=peers.NAMES,
+        help="time this beside the operator; may be repeated",
+    )
+    parser.add_argument(
+        "--error", choices=("slice", "full", "none"), default="slice",
+        help="NMSE against float64 of sequence 0's first KV head with its query heads, of all, or not at all (default: slice)",
+    )  # fmt: skip
+    parser.add_argument("--base", type=Path, metavar="RECEIPT", help="compare with an earlier perf receipt")
+    parser.add_argument(
+        "--budget",
+        type=float,
+        default=120,
+        metavar="S",
+        help="leave out cases whose compute floor alone exceeds this (default: 120)",
+    )
+    parser.add_argument(
+        "--ceiling-tflops", type=float, metavar="X", help="compute ceiling for the floors (default: measured)"
+    )
+    parser.add_argument(
+        "--ceiling-gbs", type=float, metavar="X", help="memory ceiling in GB/s for the floors (default: measured)"
+    )
+    parser.add_argument(
+        "--receipts",
+        type=Path,
+        default=receipt.DIRECTORY,
+        metavar="DIR",
+        help="where the receipt goes (default: receipts)",
+    )
+    parser.add_argument("--no-receipt", action="store_true", help="write no receipt")
+    monitor.add_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure the selected cases on the chosen devices, print, write the receipt."""
+    if args.runs < 0:
+        raise errors.Usage("--runs: a positive number of samples")
+    selected = options.select(args)
+    base = statement.read(args.base) if args.base else None
+    if base is not None and not base["predicate"]["receipt"]["perf"]:
+        raise errors.Usage(f"--base {args.base}: not a receipt of perf")
+    started, interrupted = time.time(), False
+    measurements: list[dict[str, Any]] = []
+    limits: list[dict[str, Any]] = []
+    with monitor.from_args(args) as watch:
+        library = options.library(args)
+        receipt.check_source(library)
+        try:
+            for device in options.devices(args, library):
+                limits.append(_given_ceilings(args) or ceilings(library, device, args.threads))
+                print(f"{device.name} {device.description}: {_ceiling_text(limits[-1])}", file=sys.stderr)
+                settings = Settings(
+                    library=library,
+                    device=device,
+                    seed=args.seed,
+                    threads=args.threads,
+                    runs=args.runs,
+                    cold=not args.no_cold,
+                    error=args.error,
+                    peers=tuple(dict.fromkeys(args.peer)),
+                    budget=args.budget,
+                    ceilings=limits[-1],
+                    monitor=watch,
+                )
+                for case in selected:
+                    print(f"{device.name} {case}", file=sys.stderr)
+                    for record in measure(case, settings):
+                        measurements.append(record)
+                        if args.output == "console":
+                            print(_line(record), flush=True)
+        except KeyboardInterrupt:
+            interrupted = True
+    perf = {
+        "runs": args.runs,
+        "ceilings": limits[0] if limits else {"compute_flop_per_s": None, "memory_bytes_per_s": None, "how": ""},
+        "throttled": watch.throttled if watch.baseline is not None else None,
+        "measurements": measurements,
+        "base": None,
+    }
+    if base is not None:
+        perf["base"] = against_base(measurements, base, throttled=bool(perf["throttled"]))
+    _print(args.output, perf, watch)
+    if not args.no_receipt:
+        path = receipt.write(
+            args.receipts,
+            "perf",
+            library,
+            [],
+            args.seed,
+            interrupted,
+            started,
+            time.time(),
+            [args.case_file],
+            monitor=watch.report(),
+            perf=perf,
+        )
+        print(f"receipt {path}", file=sys.stderr)
+    if interrupted:
+        return errors.INTERRUPTED
+    own = [r for r in measurements if r["who"] == OPERATOR]
+    limit = cases.limits()["nmse"]
+    states = {statement.measured_status(r, limit) for r in own}
+    return 1 if "failed" in states else 0 if "ok" in states else errors.Environment.exit_code
+
+
+def _given_ceilings(args: argparse.Namespace) -> dict[str, Any] | None:
+    if args.ceiling_tflops is None and args.ceiling_gbs is None:
+        return None
+    scaled = [
+        None if x is None else statement.number(x * f)
+        for x, f in ((args.ceiling_tflops, 1e12), (args.ceiling_gbs, 1e9))
+    ]
+    return {"compute_flop_per_s": scaled[0], "memory_bytes_per_s": scaled[1], "how": "given"}
+
+
+def _ceiling_text(found: dict[str, Any]) -> str:
+    rate, bandwidth = found["compute_flop_per_s"], found["memory_bytes_per_s"]
+    parts = [f"{float(rate) / 1e12:.4g} TFLOP/s"] if rate else []
+    parts += [f"{float(bandwidth) / 1e9:.4g} GB/s"] if bandwidth else []
+    return f"{', '.join(parts)} ({found['how']})"
+
+
+def _line(record: dict[str, Any]) -> str:
+    """A measurement for the console."""
+    head = f"{record['device']} {record['case']}\n" if record["who"] == OPERATOR else ""
+    label = f"  {record['who']} {record['pass']}{' ' + record['path'] if record['path'] else ''}"
+    if record["unavailable"]:
+        return f"{head}{label}: unavailable: {record['unavailable']}"
+    lines = [f"{head}{label}"]
+    for timing in record["timings"]:
+        low, high = (f"{value / 1e6:.4g}" for value in timing["interval_ns"])
+        flop = record["work"]["flop"]
+        speed = (
+            f"  {flop / float(timing['median_ns']) / 1e3:.4g} TFLOP/s"
+            if flop
+            else f"  FLOP/s {record['work']['reason']}"
+        )
+        lines.append(
+            f"    {timing['l2']} L2, {timing['clock']:6} clock: median {float(timing['median_ns']) / 1e6:.4g} ms [{low}, {high}], "
+            f"MAD {float(timing['mad_ns']) / 1e6:.2g}, min {timing['min_ns'] / 1e6:.4g}, n={len(timing['samples_ns'])}{speed}"
+        )
+    notes = []
+    if record["floor"] and record["floor"]["fraction"]:
+        floors = {"memory": record["floor"]["memory_ns"], "compute": record["floor"]["compute_ns"]}
+        named = ", ".join(f"{name} {float(value) / 1e6:.3g} ms" for name, value in floors.items() if value)
+        notes.append(f"floor: {named}; {float(record['floor']['fraction']):.1%} of it reached")
+    memory = record["memory"]
+    if memory["buffers_bytes"] is not None:
+        notes.append(f"buffers {memory['buffers_bytes'] / 2**20:.1f} MiB")
+    if memory["peak_bytes"] is not None:
+        peak = memory["peak_bytes"]
+        notes.append(f"peak {peak / 2**20:.0f} MiB" if isinstance(peak, int) else f"peak {peak}")
+    if record["error"]:
+        values = ", ".join(f"{name} {float(value):.2g}" for name, value in record["error"]["nmse"].items())
+        notes.append(f"NMSE {values} ({record['error']['scope']})")
+    return "\n".join(lines + [f"    {note}" for note in notes])
+
+
+COLUMNS = ("device", "case", "who", "pass", "path", "unavailable", "l2", "clock", "samples", "median_ns", "mad_ns", "min_ns", "low_ns", "high_ns", "flop", "buffers_bytes", "peak_bytes", "nmse_dq", "nmse_dk", "nmse_dv")  # fmt: skip
+
+
+def rows(measurements: Sequence[dict[str, Any]]) -> Iterator[tuple[Any, ...]]:
+    """COLUMNS of each timing; one row without a timing for what was unavailable."""
+    for record in measurements:
+        error = record["error"]["nmse"] if record["error"] else {}
+        head = tuple(record[name] for name in COLUMNS[:6])
+        tail = (
+            record["work"]["flop"],
+            record["memory"]["buffers_bytes"],
+            record["memory"]["peak_bytes"],
+            *(error.get(p) for p in ("dq", "dk", "dv")),
+        )
+        for t in record["timings"] or [None]:
+            timing = (
+                (None,) * 8
+                if t is None
+                else (
+                    t["l2"],
+                    t["clock"],
+                    len(t["samples_ns"]),
+                    t["median_ns"],
+                    t["mad_ns"],
+                    t["min_ns"],
+                    *t["interval_ns"],
+                )
+            )
+            yield (*head, *timing, *tail)
+
+
+def _print(form: str, perf: dict[str, Any], watch: monitor.Monitor) -> None:
+    if form == "json":
+        print(json.dumps(perf, indent=1))
+    elif form == "csv":
+        writer = csv.writer(sys.stdout, lineterminator="\n")
+        writer.writerow(COLUMNS)
+        writer.writerows(rows(perf["measurements"]))
+    elif form == "md":
+        print(receipt.performance_table([perf]))
+    else:
+        print("\n".join(comparisons(perf)))
+        print(f"work: {FORMULA}")
+        device, health = watch.report()["device"], watch.report()["health"]
+        if device is None:
+            print(f"GPU not watched: {watch.report()['device_reason']}")
+        else:
+            state = "throttled: " + ", ".join(device["reasons"]) if device["throttled"] else "not throttled"
+            print(
+                f"GPU {state}; readings {'cover' if device['covers_run'] else 'DO NOT cover'} the run; other processes: {device['other_processes']}"
+            )
+        if health is not None:
+            print(
+                f"health: {health['failures']} of {len(health['polls'])} polls failed, worst latency {(health['max_latency_ns'] or 0) / 1e6:.1f} ms"
+            )
+
+
+def comparisons(perf: dict[str, Any]) -> Iterator[str]:
+    """The operator against its peers and against the base, a line each; nothing is called faster where intervals meet."""
+    measured = [r for r in perf["measurements"] if not r["unavailable"] and r["pass"] == "backward"]
+    for own in (r for r in measured if r["who"] == OPERATOR):
+        for peer in (
+            r for r in measured if r["who"] != OPERATOR and (r["case"], r["device"]) == (own["case"], own["device"])
+        ):
+            found = compare(best_clock(own, "warm"), best_clock(peer, "warm"))
+            settled = (found[0], "undecided") if perf["throttled"] else found
+            yield f"{own['device']} {own['case']}: against {peer['who']}: {verdict_text(settled)}"
+    for found in (perf["base"] or {"comparisons": []})["comparisons"]:
+        text = verdict_text((float(found["ratio"]), found["verdict"]))
+        yield f"{found['device']} {found['case']}: {found['who']} {found['pass']}, {found['l2']} L2, {found['clock']} clock, against base: {text}"

@@ -1,0 +1,475 @@
+"""Receipts of runs: written, shown, verified, compared, signed, listed."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from . import digest, errors, options, signing, statement, verify
+from .digest import ROOT
+from .statement import Document
+
+if TYPE_CHECKING:
+    from .ggml import Library
+    from .oracle import CaseResult
+
+DIRECTORY = ROOT / "receipts"
+INDEX = "README.md"
+
+
+# ---- for the verbs that run something ----
+
+
+def check_source(library: Library, root: Path = ROOT) -> None:
+    """That every loaded library was built from the tree's sources; errors.Environment names the files that differ."""
+    want = digest.files(root)
+    tree = digest.patch_digest(root)
+    for item in statement.libraries(library, root):
+        if item["source"] == tree or item["name"].startswith("libggml."):
+            continue
+        if item["source"] is None:
+            raise errors.Environment(
+                f"{item['name']} does not say what it was built from", hint="build it from this tree: ./scripts/oracle"
+            )
+        directory = library.directory
+        built = verify.manifest_of(item["source"], [directory, directory.parent, root / "build/upstream"])
+        differing = [p for p in sorted(want.keys() | (built or {}).keys()) if built and want.get(p) != built.get(p)]
+        files = (
+            ", ".join(f"ggml/{p}" for p in differing)
+            or "the build left no list of its files, so which one is not known"
+        )
+        raise errors.Environment(
+            f"{item['name']} was built from sources {item['source'][:12]}, the tree has {tree[:12]}: {files}",
+            hint="build again: ./scripts/oracle",
+        )
+
+
+def write(
+    directory: Path,
+    mode: str,
+    library: Library,
+    results: Sequence[CaseResult],
+    seed: int,
+    partial: bool,
+    started: float,
+    finished: float,
+    case_files: Sequence[Path],
+    *,
+    monitor: dict[str, Any] | None = None,
+    perf: dict[str, Any] | None = None,
+    argv: Sequence[str] | None = None,
+) -> Path:
+    """Write the receipt of a run below `directory` and return its path; `started`, `finished` are time.time()."""
+    document = statement.build(
+        mode,
+        library,
+        results,
+        seed=seed,
+        partial=partial,
+        started=started,
+        finished=finished,
+        case_files=case_files,
+        perf=perf,
+        monitor=monitor,
+        argv=argv,
+    )
+    return statement.save(directory, document)
+
+
+# ---- the verb ----
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """receipt show | verify | diff | sign | index."""
+    verbs = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+
+    show = verbs.add_parser("show", help="what receipts say")
+    show.add_argument("receipts", nargs="+", type=Path, metavar="RECEIPT")
+    form = show.add_mutually_exclusive_group()
+    form.add_argument("--md", action="store_true", help="the reviewer's two tables: correctness by part, performance")
+    form.add_argument("--json", action="store_true", help="the documents")
+    show.add_argument("--plot", type=Path, metavar="DIR", help="draw time, TFLOP/s and errors into DIR (PNG, SVG, CSV)")
+
+    check = verbs.add_parser(
+        "verify", help="schema, id, signature, sums, files, libraries; exit 0, 4 invalid, 6 stale, 1 not reproduced"
+    )
+    check.add_argument("receipts", nargs="+", type=Path, metavar="RECEIPT")
+    check.add_argument("--key", type=Path, metavar="PEM", help="demand a signature by this ed25519 public key")
+    check.add_argument("--check-libs", type=Path, metavar="DIR", help="demand that DIR holds the libraries that ran")
+    check.add_argument("--sources-only", action="store_true", help="do not compare libraries")
+    check.add_argument("--replay", type=int, default=0, metavar="N", help="run N of the cases again")
+    check.add_argument("--json", action="store_true", help="the findings as JSON")
+    options.backend(check)
+
+    diff = verbs.add_parser(
+        "diff", help="what differs between two receipts: limits, cases, files, results; exit 1 when something does"
+    )
+    diff.add_argument("old", type=Path)
+    diff.add_argument("new", type=Path)
+
+    sign = verbs.add_parser("sign", help="sign a receipt with an ed25519 key (DSSE)")
+    sign.add_argument("receipts", nargs="+", type=Path, metavar="RECEIPT")
+    sign.add_argument(
+        "--key", type=Path, required=True, metavar="PEM", help="private key: openssl genpkey -algorithm ed25519"
+    )
+
+    index = verbs.add_parser("index", help=f"write {DIRECTORY.name}/{INDEX}")
+    index.add_argument(
+        "--check",
+        action="store_true",
+        help="write nothing; exit 6 when it is not current or a quoted receipt is stale or missing",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Dispatch on the action."""
+    return {"show": _show, "verify": _verify, "diff": _diff, "sign": _sign, "index": _index}[args.action](args)
+
+
+def _show(args: argparse.Namespace) -> int:
+    documents = [statement.read(path) for path in args.receipts]
+    if args.json:
+        print(json.dumps(documents if len(documents) > 1 else documents[0], indent=1))
+    elif args.md:
+        print(markdown(documents))
+    else:
+        print("\n\n".join(summary(d) for d in documents))
+    if args.plot:
+        from . import plot
+
+        for path in plot.draw(documents, args.plot):
+            print(path, file=sys.stderr)
+    return 0
+
+
+def _verify(args: argparse.Namespace) -> int:
+    codes, report = [], []
+    for path in args.receipts:
+        found = verify.check(path, key=args.key, libs=args.check_libs, sources_only=args.sources_only)
+        if args.replay and verify.exit_code(found) not in (verify.INVALID,):
+            library = options.library(args)
+            check_source(library)
+            found += verify.replay(statement.read(path), library, args.replay, args.threads)
+        code = verify.exit_code(found)
+        codes.append(code)
+        report.append(
+            {"receipt": path.name, "exit_code": code, "verdict": _verdict(code), "findings": [vars(f) for f in found]}
+        )
+        if not args.json:
+            for finding in found:
+                print(f"{'note' if finding.code == 0 else _verdict(finding.code):8} {finding.step}: {finding.text}")
+            print(f"{_verdict(code)}  {path.name}")
+    if args.json:
+        print(json.dumps(report, indent=1))
+    return next((code for code in codes if code), 0)
+
+
+def _verdict(code: int) -> str:
+    return {0: "FRESH", verify.FAILED: "FAILED", verify.INVALID: "INVALID", verify.STALE: "STALE"}[code]
+
+
+def _diff(args: argparse.Namespace) -> int:
+    lines = list(differences(statement.read(args.old), statement.read(args.new)))
+    print("\n".join(lines) or "no difference in files, limits, cases, results, libraries or environment")
+    return 1 if lines else 0
+
+
+def _sign(args: argparse.Namespace) -> int:
+    for path in args.receipts:
+        statement.read(path)
+        print(signing.sign(path, args.key))
+    return 0
+
+
+def _index(args: argparse.Namespace) -> int:
+    path, text = DIRECTORY / INDEX, index()
+    if not args.check:
+        DIRECTORY.mkdir(exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+        print(path.relative_to(ROOT))
+        return 0
+    problems = list(quoted_problems())
+    if not path.is_file() or path.read_text(encoding="utf-8") != text:
+        problems.insert(0, f"{path.relative_to(ROOT)} is not current: python -m pyharness receipt index")
+    if problems:
+        raise errors.Stale("; ".join(problems))
+    return 0
+
+
+# ---- show ----
+
+
+def summary(document: Document) -> str:
+    """A receipt in a few lines."""
+    body = document["predicate"]["receipt"]
+    counts, revision = body["counts"], body["revision"]
+    count_text = ", ".join(f"{counts[state]} {state}" for state in ("ok", "failed", "unsupported", "skipped"))
+    lines = [
+        f"receipt   {body['id']}",
+        f"run       {body['mode']}, {body['started']} to {body['finished']}{', PARTIAL' if body['partial'] else ''}",
+        f"command   pyharness {' '.join(body['argv'])}",
+        f"result    {document['predicate']['result']}: {count_text} of {counts['listed']} listed",
+        f"patch     {body['patch']}",
+        f"commit    {revision['commit'] + (', DIRTY' if revision['dirty'] else '') if revision else 'not in git'}",
+        f"upstream  ggml {body['upstream']['ggml']}"
+        + (
+            f" ({body['upstream']['pin']['name']} {body['upstream']['pin']['version']})"
+            if body["upstream"]["pin"]
+            else ""
+        ),
+        *(f"library   {item['name']}  {item['sha256']}" for item in body["libraries"]),
+        *(f"device    {d['name']}: {d['description']}" for d in body["devices"]),
+        f"GPU       {_gpu(body)}",
+    ]
+    for record in body["cases"]:
+        if record["status"] != "ok":
+            bad = [
+                f"{name} {part['nmse']} at {part['worst_index']}"
+                for name, part in record["parts"].items()
+                if not part["passed"]
+            ]
+            lines.append(f"{record['status']:11} {statement.name_of(record)}: {record['reason'] or ', '.join(bad)}")
+    tables = markdown([document])
+    return "\n".join(lines) + "\n\n" + tables
+
+
+def _gpu(body: Document) -> str:
+    gpu, monitor = body["environment"]["gpu"], body["monitor"]
+    names = ", ".join(d["name"] for d in gpu["devices"] or []) or f"none ({gpu['reason']})"
+    state = "" if monitor["device"] is None else ", throttled" if monitor["device"]["throttled"] else ", not throttled"
+    return names + (f", driver {gpu['driver']}" if gpu["driver"] else "") + state
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [f"| {' | '.join(head)} |", f"|{'|'.join('---' for _ in head)}|"]
+    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)])
+
+
+def markdown(documents: Sequence[Document]) -> str:
+    """Two tables to paste: correctness by part, performance against base and peers; then one line per receipt."""
+    sections = []
+    rows = [row for d in documents for row in _correctness(d)]
+    if rows:
+        sections.append(_table(("device", "part", "cases", "passed", "worst NMSE", "limit", "case of the worst"), rows))
+    timed = [d["predicate"]["receipt"]["perf"] for d in documents if d["predicate"]["receipt"]["perf"]]
+    if timed:
+        sections.append(performance_table(timed))
+    for document in documents:
+        body = document["predicate"]["receipt"]
+        main = max(
+            body["libraries"],
+            key=lambda item: (item["source"] is not None, "cuda" in item["name"], "cpu" in item["name"]),
+        )
+        revision = body["revision"]
+        where = (
+            f"commit {revision['commit'][:12]}{' (dirty)' if revision['dirty'] else ''}" if revision else "no commit"
+        )
+        state = (
+            ""
+            if body["monitor"]["device"] is None
+            else "; throttled"
+            if body["monitor"]["device"]["throttled"]
+            else "; not throttled"
+        )
+        sections.append(
+            f"receipt `{body['id'][:12]}` ({body['mode']}, {document['predicate']['result']}{', partial' if body['partial'] else ''}); "
+            f"patch `{body['patch'][:12]}`, {where}; {main['name']} `{main['sha256'][:12]}`{state}"
+        )
+    return "\n\n".join(sections)
+
+
+def _correctness(document: Document) -> Iterable[tuple[str, ...]]:
+    groups: dict[tuple[str, str], list[tuple[float, dict[str, Any], str]]] = {}
+    for record in document["predicate"]["receipt"]["cases"]:
+        for name, part in record["parts"].items():
+            groups.setdefault((record["device"], name), []).append((float(part["nmse"]), part, record["case"]))
+    for (device, name), found in groups.items():
+        worst = max(found, key=lambda item: (item[0] != item[0], item[0]))
+        passed = sum(part["passed"] for _, part, _ in found)
+        yield device, name, str(len(found)), str(passed), f"{worst[0]:.2g}", worst[1]["limit"], f"`{worst[2]}`"
+
+
+def performance_table(timed: Sequence[dict[str, Any]]) -> str:
+    """Time, speed, memory and error of the operator and its peers, warm L2, the device's clock where there is one."""
+    head = (
+        "case",
+        "who",
+        "pass",
+        "time, ms",
+        "MAD",
+        "TFLOP/s",
+        "of the floor",
+        "peak MiB",
+        "NMSE dq, dk, dv",
+        "operator against it",
+    )
+    return _table(head, (row for perf in timed for row in _performance(perf)))
+
+
+def _performance(found: dict[str, Any]) -> Iterable[tuple[str, ...]]:
+    from . import perf
+
+    own = {(r["device"], r["case"]): r for r in found["measurements"] if r["who"] == statement.OPERATOR}
+    base = {
+        (c["device"], c["case"]): c for c in (found["base"] or {"comparisons": []})["comparisons"] if c["l2"] == "warm"
+    }
+    for record in found["measurements"]:
+        key = record["device"], record["case"]
+        name, operator = f"`{record['case']}`", own[key]
+        if record["unavailable"]:
+            yield name, record["who"], record["pass"], record["unavailable"], *[""] * 6
+            continue
+        timing = perf.best_clock(record, "warm")
+        ratio = ""
+        if operator is not record and not operator["unavailable"] and record["pass"] == "backward":
+            verdict = perf.compare(perf.best_clock(operator, "warm"), timing)
+            ratio = "undecided (throttled)" if found["throttled"] else perf.verdict_text(verdict)
+        elif operator is record and key in base:
+            ratio = f"base: {perf.verdict_text((float(base[key]['ratio']), base[key]['verdict']))}"
+        flop, peak = record["work"]["flop"], record["memory"]["peak_bytes"]
+        error = record["error"]["nmse"] if record["error"] else {}
+        yield (
+            name,
+            record["who"],
+            record["pass"],
+            f"{float(timing['median_ns']) / 1e6:.4g}",
+            f"{float(timing['mad_ns']) / 1e6:.2g}",
+            f"{flop / float(timing['median_ns']) / 1e3:.4g}" if flop else "unavailable",
+            f"{float(record['floor']['fraction']):.0%}" if record["floor"] and record["floor"]["fraction"] else "",
+            f"{peak / 2**20:.0f}" if isinstance(peak, int) else peak or "",
+            ", ".join(f"{float(error[p]):.1e}" for p in ("dq", "dk", "dv") if p in error),
+            ratio,
+        )
+
+
+# ---- diff ----
+
+
+def differences(old: Document, new: Document) -> Iterable[str]:
+    """What two receipts disagree on, a line each."""
+    a, b = (d["predicate"]["receipt"] for d in (old, new))
+    for name in sorted(a["limits"].keys() | b["limits"].keys()):
+        if a["limits"].get(name) != b["limits"].get(name):
+            yield f"limit    {name}: {a['limits'].get(name)} -> {b['limits'].get(name)}"
+    yield from _changes(
+        "file", {f["path"]: f["sha256_lf"] for f in a["inputs"]}, {f["path"]: f["sha256_lf"] for f in b["inputs"]}
+    )
+    yield from _changes(
+        "library", {i["name"]: i["sha256"] for i in a["libraries"]}, {i["name"]: i["sha256"] for i in b["libraries"]}
+    )
+    for name in ("os", "cpu", "python", "build", "gpu", "runtimes"):
+        left, right = ({k: v for k, v in _items(body["environment"][name]) if k != "load"} for body in (a, b))
+        if left != right:
+            keys = sorted(k for k in left.keys() | right.keys() if left.get(k) != right.get(k))
+            yield f"environ  {name}: " + "; ".join(f"{k} {left.get(k)} -> {right.get(k)}" for k in keys)
+    then, now = ({statement.name_of(r): r for r in body["cases"]} for body in (a, b))
+    for name in sorted(then.keys() | now.keys()):
+        if name not in now or name not in then:
+            yield f"case     {name}: {'gone' if name in then else 'new'}"
+        elif then[name]["status"] != now[name]["status"]:
+            yield f"result   {name}: {then[name]['status']} -> {now[name]['status']} {now[name]['reason']}".rstrip()
+        elif then[name]["digest"] != now[name]["digest"] or then[name]["parts"] != now[name]["parts"]:
+            parts = [p for p in then[name]["parts"] if then[name]["parts"][p] != now[name]["parts"].get(p)]
+            moved = ", ".join(
+                f"{p} {then[name]['parts'][p]['nmse']} -> {now[name]['parts'].get(p, {}).get('nmse')}" for p in parts
+            )
+            yield f"result   {name}: other bits{', NMSE ' + moved if moved else ''}"
+    if a["perf"] and b["perf"]:
+        from . import perf
+
+        for found in perf.against_base(b["perf"]["measurements"], old)["comparisons"]:
+            if found["verdict"] != "undecided":
+                yield f"time     {found['case']} on {found['device']}, {found['who']}, {found['l2']} L2: {found['verdict']} ({float(found['ratio']):.3f}x)"
+
+
+def _items(value: Any) -> Iterable[tuple[str, Any]]:
+    return value.items() if isinstance(value, dict) else [("", value)]
+
+
+def _changes(kind: str, then: dict[str, str], now: dict[str, str]) -> Iterable[str]:
+    for name in sorted(then.keys() | now.keys()):
+        if then.get(name) != now.get(name):
+            how = "gone" if name not in now else "new" if name not in then else "changed"
+            yield f"{kind:8} {name}: {how}"
+
+
+# ---- index ----
+
+
+def listed(root: Path = ROOT) -> list[Path]:
+    """The receipts that belong to the repository: those that git tracks, all that lie there outside git."""
+    found = sorted((root / "receipts").glob("*.json"))
+    try:
+        run = subprocess.run(
+            ["git", "-C", str(root), "ls-files", "-z", "receipts"], capture_output=True, check=True, text=True
+        )
+        tracked = {root / name for name in run.stdout.split("\0") if name}
+        found = [path for path in found if path in tracked]
+    except (OSError, subprocess.CalledProcessError):
+        pass
+    return [path for path in found if not path.name.endswith(".dsse.json")]
+
+
+def freshness(path: Path, root: Path = ROOT) -> str:
+    """ "fresh", "stale" or "invalid" by sources alone."""
+    code = verify.exit_code(verify.check(path, sources_only=True, root=root))
+    return {0: "fresh", verify.STALE: "stale"}.get(code, "invalid")
+
+
+def index(root: Path = ROOT) -> str:
+    """The text of receipts/README.md."""
+    rows = []
+    for path in listed(root):
+        document = statement.read(path)
+        body = document["predicate"]["receipt"]
+        used = {r["device"] for r in body["cases"]} | {
+            r["device"] for r in (body["perf"] or {"measurements": []})["measurements"]
+        }
+        devices = "; ".join(f"{d['name']} {d['description']}" for d in body["devices"] if d["name"] in used)
+        result = document["predicate"]["result"] + (", partial" if body["partial"] else "")
+        rows.append(
+            (
+                body["finished"],
+                _what(body),
+                devices,
+                result,
+                f"[`{body['id'][:12]}`]({path.name})",
+                freshness(path, root),
+            )
+        )
+    table = _table(("when", "what", "device", "result", "id", "state"), sorted(rows, reverse=True))
+    return (
+        "# Receipts\n\n"
+        "Written by runs, listed by `python -m pyharness receipt index`. Fresh: every file that the receipt stands on lies in this tree\n"
+        "with the same content. `python -m pyharness receipt verify FILE` checks one, `show FILE` prints it.\n\n"
+        + (table if rows else "None yet.")
+        + "\n"
+    )
+
+
+def _what(body: Document) -> str:
+    counts = body["counts"]
+    ran = counts["ok"] + counts["failed"]
+    if body["perf"]:
+        peers = sorted({r["who"].partition(" ")[0] for r in body["perf"]["measurements"]} - {statement.OPERATOR})
+        return f"perf: {ran} shapes" + (f", with {', '.join(peers)}" if peers else "")
+    worst = max((float(p["nmse"]) for r in body["cases"] for p in r["parts"].values()), default=float("nan"))
+    return f"{body['mode']}: {counts['ok']} of {ran} cases ok, worst NMSE {worst:.2g}"
+
+
+def quoted_problems(root: Path = ROOT) -> Iterable[str]:
+    """Receipts that README.md and docs/*.md quote (by path or as "receipt `<id>`") and that are missing, stale or invalid."""
+    known = {path.stem.rsplit("-", 1)[1]: path for path in listed(root)}
+    for page in [root / "README.md", *sorted((root / "docs").glob("*.md"))]:
+        text = page.read_text(encoding="utf-8") if page.is_file() else ""
+        for id12 in sorted(set(re.findall(r"receipts/[\w.-]+-([0-9a-f]{12})\.json|receipt `([0-9a-f]{12})", text))):
+            name = id12[0] or id12[1]
+            state = freshness(known[name], root) if name in known else "missing"
+            if state != "fresh":
+                yield f"{page.relative_to(root)} quotes receipt {name}, which is {state}"

@@ -1,0 +1,449 @@
+"""The receipt as a document: an in-toto Statement v1 with a test-result v0.1 predicate and one extension object.
+
+Rules: RFC 8785 canonical JSON; `predicate.receipt.id` is the sha256 of the document without it; measured numbers are
+strings, times are integer nanoseconds, paths are relative with "/" between folders.
+"""
+
+from __future__ import annotations
+
+import copy
+import datetime
+import functools
+import hashlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jsonschema
+import rfc8785
+
+from . import cases, digest, environment, errors
+from .digest import ROOT
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+if TYPE_CHECKING:
+    from .ggml import Library
+    from .oracle import CaseResult, PartResult
+
+Document = dict[str, Any]
+
+STATEMENT = "https://in-toto.io/Statement/v1"
+PREDICATE = "https://in-toto.io/attestation/test-result/v0.1"
+VERSION = "1.0.0"
+SCHEMA = Path(__file__).with_name("schema") / "receipt-1.json"
+
+OPERATOR = "flash_attn_back"
+"""`who` of a measurement of the operator itself; every other name is a peer."""
+
+MEASURES = {"capture_file", "cases", "ggml", "ggml_cdef", "gradcheck", "inputs", "oracle", "quant", "reference"}
+MEASURES_PERF = MEASURES | {"bench", "cuda", "peers", "perf"}
+"""Modules of the harness that decide a result; the others may change without making a receipt stale."""
+
+
+# ---- numbers and digests ----
+
+
+def number(value: float) -> str:
+    """A measured float: the shortest text that reads back as the same float64; nan and inf are words."""
+    return repr(float(value))
+
+
+def moment(seconds: float) -> str:
+    """RFC 3339 UTC of a time.time()."""
+    return datetime.datetime.fromtimestamp(seconds, datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def median(samples: Sequence[int]) -> str:
+    """Median of integer nanoseconds: exact, so with .5 where two samples share the middle."""
+    return number(statistics.median(samples))
+
+
+def mad(samples: Sequence[int]) -> str:
+    """Median absolute deviation from the median, nanoseconds."""
+    middle = statistics.median(samples)
+    return number(statistics.median(abs(s - middle) for s in samples))
+
+
+def canonical(document: Document) -> bytes:
+    """RFC 8785 bytes."""
+    return rfc8785.dumps(document)
+
+
+def identify(document: Document) -> str:
+    """sha256 of the canonical document without its id."""
+    bare = copy.copy(document)
+    bare["predicate"] = copy.copy(bare["predicate"])
+    bare["predicate"]["receipt"] = {k: v for k, v in bare["predicate"]["receipt"].items() if k != "id"}
+    return hashlib.sha256(canonical(bare)).hexdigest()
+
+
+def sha256(path: Path) -> str:
+    """sha256 of a file's bytes."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest() if sys.version_info >= (3, 11) else _sha256_blocks(file)
+
+
+def _sha256_blocks(file: Any) -> str:
+    total = hashlib.sha256()
+    for block in iter(lambda: file.read(1 << 20), b""):
+        total.update(block)
+    return total.hexdigest()
+
+
+def seals(body: Document) -> dict[str, str]:
+    """Short digests of the members of `predicate.receipt`, each case and each measurement apart.
+
+    They add nothing to the id; where the id does not fit, they say what was edited."""
+    members = {k: v for k, v in body.items() if k not in ("id", "seals", "cases", "perf")}
+    members |= {f"cases/{i}": record for i, record in enumerate(body["cases"])}
+    if body["perf"]:
+        members |= {f"perf/{i}": record for i, record in enumerate(body["perf"]["measurements"])}
+        members["perf"] = {k: v for k, v in body["perf"].items() if k != "measurements"}
+    return {name: hashlib.sha256(canonical(value)).hexdigest()[:16] for name, value in members.items()}
+
+
+def fingerprint(root: Path, path: str) -> dict[str, str]:
+    """Of one file: sha256 of its bytes, sha256 with LF line ends, git's blob id (of the bytes as they lie there)."""
+    data = (root / path).read_bytes()
+    return {
+        "path": path,
+        "sha256": hashlib.sha256(data).hexdigest(),
+        "sha256_lf": hashlib.sha256(data.replace(b"\r\n", b"\n")).hexdigest(),
+        "git_blob": hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False).hexdigest(),
+    }
+
+
+def inputs(mode: str, extra: Iterable[tuple[str, Path]] = (), root: Path = ROOT) -> list[dict[str, str]]:
+    """Every file of the tree that a receipt of this mode stands on, by role and path.
+
+    Roles: patch (the operator's sources), hooks (edits and pins), measure (harness modules that decide results), harness
+    (the others); `extra` adds (role, path) for case lists and captures, those outside the tree by their name alone."""
+    measuring = MEASURES_PERF if mode == "perf" else MEASURES
+    found: dict[str, tuple[str, Path]] = {f"ggml/{path}": ("patch", root) for path in digest.sources(root)}
+    found |= {path: ("hooks", root) for path in ("ggml/edits.toml", "ggml/upstream.toml")}
+    for module in [*(root / "pyharness").rglob("*.py"), *(root / "pyharness/schema").glob("*.json")]:
+        role = "measure" if module.suffix == ".py" and module.stem in measuring else "harness"
+        found[module.relative_to(root).as_posix()] = (role, root)
+    for role, path in extra:
+        path = path.resolve()
+        inside = path.is_relative_to(root.resolve())
+        found.setdefault(
+            path.relative_to(root.resolve()).as_posix() if inside else path.name,
+            (role, root if inside else path.parent),
+        )
+    return [{"role": role, **fingerprint(base, path)} for path, (role, base) in sorted(found.items())]
+
+
+def _git(root: Path, *arguments: str) -> bytes | None:
+    try:
+        run = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return run.stdout
+
+
+def revision(root: Path = ROOT) -> dict[str, Any] | None:
+    """Commit and tree of the checkout, and for a dirty one the digest of its diff; None outside git (an sdist).
+
+    The diff is `git diff --binary HEAD` and each untracked file's path and bytes; receipts/ is left out."""
+    top = _git(root, "rev-parse", "--show-toplevel")
+    head = _git(root, "rev-parse", "HEAD", "HEAD^{tree}")
+    if top is None or head is None or Path(os.fsdecode(top.rstrip(b"\n"))).resolve() != root.resolve():
+        return None
+    scope = ("--", ".", ":(exclude)receipts")
+    diff = _git(root, "diff", "--binary", "HEAD", *scope) or b""
+    changed = (_git(root, "diff", "--name-only", "-z", "HEAD", *scope) or b"").split(b"\0")
+    untracked = sorted(
+        p for p in (_git(root, "ls-files", "--others", "--exclude-standard", "-z", *scope) or b"").split(b"\0") if p
+    )
+    total = hashlib.sha256(diff)
+    for path in untracked:
+        total.update(path + b"\0" + (root / os.fsdecode(path)).read_bytes())
+    commit, tree_id = head.decode().split()
+    paths = sorted(os.fsdecode(p) for p in [*changed, *untracked] if p)
+    return {
+        "commit": commit,
+        "tree": tree_id,
+        "dirty": {"diff_sha256": total.hexdigest(), "paths": paths} if paths else None,
+    }
+
+
+# ---- the document ----
+
+
+def libraries(library: Library, root: Path = ROOT) -> list[dict[str, Any]]:
+    """The ggml libraries that this process really mapped, hashed, with the source digest that each answers."""
+    sources = {"base": library.source} | {d.name.rstrip("0123456789").lower(): d.source for d in library.devices()}
+    found = []
+    for path in library.mapped():
+        part = path.name.removeprefix("libggml").partition(".")[0].lstrip("-").partition("-")[0]
+        inside = path.resolve().is_relative_to(root.resolve())
+        found.append(
+            {
+                "name": path.name,
+                "path": path.resolve().relative_to(root.resolve()).as_posix() if inside else None,
+                "sha256": sha256(path),
+                "bytes": path.stat().st_size,
+                "source": sources.get(part) if part else None,
+            }
+        )
+    return sorted(found, key=lambda item: str(item["name"]))
+
+
+def part_record(part: PartResult) -> dict[str, Any]:
+    """A part's result as it stands in the receipt."""
+    return {
+        "nmse": number(part.nmse),
+        "limit": number(part.limit),
+        "passed": part.passed,
+        "why": part.why,
+        "worst_head": list(part.worst_head),
+        "worst_head_nmse": number(part.worst_head_nmse),
+        "worst_row": list(part.worst_row),
+        "worst_row_nmse": number(part.worst_row_nmse),
+        "worst_index": list(part.worst_index),
+        "got": number(part.got),
+        "want": number(part.want),
+    }
+
+
+def case_record(result: CaseResult) -> dict[str, Any]:
+    """A case's result as it stands in the receipt."""
+    return {
+        "case": str(result.case),
+        "device": result.device,
+        "seed": str(result.seed),
+        "status": result.status,
+        "reason": result.reason,
+        "path": result.path,
+        "seconds": number(result.seconds),
+        "repeats": result.repeats,
+        "distinct": result.distinct,
+        "digest": result.digest,
+        "digests": dict(result.digests),
+        "parts": {name: part_record(part) for name, part in result.parts.items()},
+    }
+
+
+def name_of(record: dict[str, Any]) -> str:
+    """How passedTests, warnedTests and failedTests name a case: what to paste after -o, on which device."""
+    return f"{record['case']} on {record['device']}"
+
+
+def measured_status(record: dict[str, Any], limit: float) -> str:
+    """A measurement of the operator is a case too: unsupported where it could not run, failed where its error is over the limit."""
+    if record["unavailable"]:
+        return "unsupported"
+    within = all(float(value) <= limit for value in (record["error"] or {"nmse": {}})["nmse"].values())
+    return "ok" if within else "failed"
+
+
+def outcome(body: Document) -> dict[str, Any]:
+    """The test-result fields and counts that follow from a receipt's cases or, for perf, its measurements of the operator.
+
+    A skip or a refusal warns, and so does a partial run."""
+    found = [(record["status"], record) for record in body["cases"]]
+    if body["perf"]:
+        own = [r for r in body["perf"]["measurements"] if r["who"] == OPERATOR]
+        found += [(measured_status(r, float(body["limits"]["nmse"])), r) for r in own]
+    by_status: dict[str, list[str]] = {"ok": [], "failed": [], "unsupported": [], "skipped": []}
+    for status, record in found:
+        by_status[status].append(name_of(record))
+    warned = by_status["unsupported"] + by_status["skipped"]
+    result = "FAILED" if by_status["failed"] else "WARNED" if warned or body["partial"] else "PASSED"
+    return {
+        "result": result,
+        "passedTests": by_status["ok"],
+        "warnedTests": warned,
+        "failedTests": by_status["failed"],
+        "counts": {status: len(names) for status, names in by_status.items()},
+    }
+
+
+def build(
+    mode: str,
+    library: Library,
+    results: Sequence[CaseResult],
+    *,
+    seed: int,
+    partial: bool,
+    started: float,
+    finished: float,
+    case_files: Sequence[Path],
+    perf: dict[str, Any] | None = None,
+    monitor: dict[str, Any] | None = None,
+    argv: Sequence[str] | None = None,
+    root: Path = ROOT,
+) -> Document:
+    """The document of one run; its id is set. `started` and `finished` are time.time()."""
+    extra = [("cases", path) for path in case_files]
+    if any(r.case.capture for r in results):
+        from . import capture_file
+
+        extra += [("data", capture_file.path(r.case.capture)) for r in results if r.case.capture]
+    pins = tomllib.loads((root / "ggml/upstream.toml").read_text(encoding="utf-8"))
+    body: Document = {
+        "schema": VERSION,
+        "mode": mode,
+        "partial": partial,
+        "argv": [_argument(a, root) for a in (sys.argv[1:] if argv is None else argv)],
+        "seed": seed,
+        "started": moment(started),
+        "finished": moment(finished),
+        "patch": digest.patch_digest(root),
+        "upstream": {
+            "ggml": library.version,
+            "pin": next(
+                (
+                    {"name": name, "version": pin["version"], "sha256": pin["sha256"]}
+                    for name, pin in pins.items()
+                    if name != "default" and pin["ggml"] == library.version
+                ),
+                None,
+            ),
+        },
+        "revision": revision(root),
+        "inputs": inputs(mode, extra, root),
+        "limits": {name: number(value) for name, value in cases.limits(root / cases.LIMITS.relative_to(ROOT)).items()},
+        "libraries": libraries(library, root),
+        "environment": environment.collect(library.directory, environment.mapped_files()),
+        "devices": [
+            {"name": d.name, "description": d.description, "memory_bytes": d.memory_total} for d in library.devices()
+        ],
+        "cases": [case_record(r) for r in results],
+        "perf": perf,
+        "monitor": monitor or {"device": None, "device_reason": "not monitored", "health": None},
+    }
+    return seal(body, listed=sum(len(cases.load(path)) for path in case_files))
+
+
+def seal(body: Document, listed: int) -> Document:
+    """The whole document around a receipt's members, with everything that follows from them; `listed` cases were in the lists."""
+    ends = outcome(body)
+    body["counts"] = {"listed": listed, **ends.pop("counts")}
+    body["harness"] = harness_digest(body["inputs"])
+    body["seals"] = seals(body)
+    document: Document = {
+        "_type": STATEMENT,
+        "subject": subject(body),
+        "predicateType": PREDICATE,
+        "predicate": {**ends, "configuration": configuration(body), "receipt": body},
+    }
+    body["id"] = identify(document)
+    return document
+
+
+def _argument(text: str, root: Path) -> str:
+    """A command line argument without the machine's folders."""
+    if not text.startswith("/"):
+        return text
+    path = Path(text)
+    return path.relative_to(root).as_posix() if path.is_relative_to(root) else f".../{path.name}"
+
+
+def subject(body: Document) -> list[Document]:
+    """What was tested: the patch's files and the libraries that the process mapped."""
+    named = [(f["path"], f) for f in body["inputs"] if f["role"] == "patch"] + [
+        (item["name"], item) for item in body["libraries"]
+    ]
+    return [{"name": name, "digest": {"sha256": item["sha256"]}} for name, item in named]
+
+
+def configuration(body: Document) -> list[Document]:
+    """What it was tested with: hooks, harness, case lists, captures."""
+    return [{"name": f["path"], "digest": {"sha256": f["sha256"]}} for f in body["inputs"] if f["role"] != "patch"]
+
+
+def harness_digest(files: list[dict[str, str]]) -> str:
+    """sha256 over the sha256sum lines of the harness's own files."""
+    lines = (f"{f['sha256']}  {f['path']}\n" for f in files if f["role"] in ("measure", "harness"))
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+
+def patch_digest(files: list[dict[str, str]]) -> str:
+    """What the libraries must answer when they were built from the patch files listed in a receipt."""
+    patch = {f["path"].removeprefix("ggml/"): f["sha256"] for f in files if f["role"] == "patch"}
+    return hashlib.sha256(digest.manifest({path: patch[path] for path in sorted(patch)}).encode()).hexdigest()
+
+
+def save(directory: Path, document: Document) -> Path:
+    """Write a document as <utc>-<mode>-<id12>.json: whole or not at all, never over another file."""
+    problems = schema_errors(document)
+    if problems:
+        raise errors.Invalid(f"this receipt breaks its own schema: {problems[0]}")
+    body = document["predicate"]["receipt"]
+    stamp = body["finished"].replace("-", "").replace(":", "")
+    path = directory / f"{stamp}-{body['mode']}-{body['id'][:12]}.json"
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=directory, prefix=".", suffix=".tmp") as file:
+            file.write(canonical(document) + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+            os.chmod(file.name, 0o644)
+            os.link(file.name, path)
+    except FileExistsError:
+        raise errors.Environment(f"{path} is there already and receipts are never overwritten") from None
+    except OSError as e:
+        raise errors.Environment(
+            f"cannot write a receipt below {directory}: {e.strerror}", hint="--receipts DIR, or --no-receipt"
+        ) from e
+    return path
+
+
+# ---- reading ----
+
+
+@functools.cache
+def _validator() -> Any:
+    schema = json.loads(SCHEMA.read_text(encoding="utf-8"))
+    return jsonschema.Draft202012Validator(schema)
+
+
+def schema_errors(document: Any) -> list[str]:
+    """What breaks the schema, each with where it stands; empty = valid."""
+    found = sorted(_validator().iter_errors(document), key=lambda e: list(map(str, e.absolute_path)))
+    return [f"{'/'.join(map(str, e.absolute_path)) or 'document'}: {e.message[:300]}" for e in found]
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _no_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a key stands twice in one object")
+    return found
+
+
+def parse(path: Path) -> Document:
+    """The JSON document in a file; errors.Invalid says why there is none."""
+    try:
+        document = json.loads(path.read_bytes(), parse_constant=_no_constant, object_pairs_hook=_no_twins)
+    except OSError as e:
+        raise errors.Usage(f"{path}: {e.strerror}") from e
+    except ValueError as e:
+        raise errors.Invalid(f"{path.name} is not a JSON document: {e}") from e
+    if not isinstance(document, dict):
+        raise errors.Invalid(f"{path.name} holds no JSON object")
+    return document
+
+
+def read(path: Path) -> Document:
+    """A document that fits the schema; errors.Invalid names the first thing that does not."""
+    document = parse(path)
+    problems = schema_errors(document)
+    if problems:
+        raise errors.Invalid(f"{path.name}: {problems[0]}")
+    return document

@@ -1,0 +1,285 @@
+"""Whether a receipt is whole, agrees with itself, and is about the tree that lies here.
+
+It stops mistakes: a stale build, an edited file, another library, a loosened limit, a hand-corrected number. Without a
+signature it does not stop somebody who makes up a whole receipt; with one it says who vouches, not that it is true.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from . import cases, errors, signing, statement
+from .digest import ROOT
+from .statement import Document
+
+OK, FAILED, INVALID, STALE = 0, 1, 4, 6
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that a step of the verification found: `code` 0 is a remark, any other is what the exit code would be."""
+
+    step: str
+    code: int
+    text: str
+
+
+def check(
+    path: Path, *, key: Path | None = None, libs: Path | None = None, sources_only: bool = False, root: Path = ROOT
+) -> list[Finding]:
+    """Every step but replay; the first finding with a code other than 0 decides. Findings of one step come together.
+
+    `libs`: a folder that must hold the libraries that ran. Without it a library is compared where the receipt says it lay,
+    when there is one; `sources_only` leaves libraries alone."""
+    try:
+        document = statement.parse(path)
+    except errors.Invalid as e:
+        return [Finding("schema", INVALID, str(e))]
+    problems = statement.schema_errors(document)
+    if problems:
+        return [Finding("schema", INVALID, text) for text in problems[:5]]
+    found = list(_identity(document))
+    if key is not None:
+        try:
+            found.append(Finding("signature", OK, f"signed by key {signing.check(path, key)[:12]}"))
+        except errors.Invalid as e:
+            found.append(Finding("signature", INVALID, str(e)))
+    elif signing.envelope_path(path).exists():
+        found.append(Finding("signature", OK, "there is a signature; --key PUBLIC.pem checks it"))
+    found += [Finding("sums", INVALID, text) for text in sums(document)]
+    found += files(document, root)
+    if not sources_only:
+        found += _libraries(document, libs, root)
+    body = document["predicate"]["receipt"]
+    if body["partial"]:
+        found.append(Finding("run", OK, "partial: the run was interrupted"))
+    if body["revision"] and body["revision"]["dirty"]:
+        dirty = body["revision"]["dirty"]
+        names = ", ".join(dirty["paths"][:5]) + (" ..." if len(dirty["paths"]) > 5 else "")
+        found.append(
+            Finding("run", OK, f"DIRTY: the tree differed from commit {body['revision']['commit'][:12]} in {names}")
+        )
+    return found
+
+
+def exit_code(findings: list[Finding]) -> int:
+    """Code of the first finding that is not a remark."""
+    return next((f.code for f in findings if f.code), OK)
+
+
+def _identity(document: Document) -> Iterator[Finding]:
+    body = document["predicate"]["receipt"]
+    if statement.identify(document) == body["id"]:
+        return
+    edited = []
+    seals = statement.seals(body)
+    for name in sorted(seals.keys() | body["seals"].keys()):
+        if seals.get(name) != body["seals"].get(name):
+            kind, _, index = name.partition("/")
+            records = (
+                body["cases"] if kind == "cases" else body["perf"]["measurements"] if kind == "perf" and index else []
+            )
+            here = int(index) < len(records) if index.isdigit() else False
+            edited.append(f"{name} ({statement.name_of(records[int(index)])})" if here else name)
+    where = ", ".join(edited) or "the statement around the receipt"
+    yield Finding("id", INVALID, f"changed after it was written: {where}")
+
+
+def sums(document: Document) -> Iterator[str]:
+    """What in a document contradicts the rest of it."""
+    body, predicate = document["predicate"]["receipt"], document["predicate"]
+    ends = statement.outcome(body)
+    counts = ends.pop("counts")
+    for name, want in ends.items():
+        if predicate[name] != want:
+            yield f"{name} is {_short(predicate[name])}, but the cases give {_short(want)}"
+    for name, count in counts.items():
+        if body["counts"][name] != count:
+            yield f"counts: {body['counts'][name]} {name}, but {count} are listed"
+    if document["subject"] != statement.subject(body):
+        yield "subject does not list the patch files and libraries of the receipt"
+    if predicate["configuration"] != statement.configuration(body):
+        yield "configuration does not list the hooks, harness and case files of the receipt"
+    if body["harness"] != statement.harness_digest(body["inputs"]):
+        yield "harness is not the digest of the harness files listed"
+    if body["patch"] != statement.patch_digest(body["inputs"]):
+        yield "patch is not the digest of the patch files listed"
+    for item in body["libraries"]:
+        if item["source"] not in (None, body["patch"]):
+            yield f"{item['name']} was built from sources {item['source'][:12]}, not from the patch listed ({body['patch'][:12]})"
+    for record in body["cases"]:
+        yield from (f"{statement.name_of(record)}: {text}" for text in _case_sums(record, body))
+    for record in (body["perf"] or {"measurements": []})["measurements"]:
+        yield from (f"{statement.name_of(record)}, {record['who']}: {text}" for text in _perf_sums(record, body))
+    yield from _monitor_sums(body["monitor"])
+
+
+def _short(value: Any) -> str:
+    return f"{len(value)} entries" if isinstance(value, list) else str(value)
+
+
+def _seed(record: dict[str, Any], body: Document) -> Iterator[str]:
+    try:
+        case = cases.Case.parse(record["case"])
+    except errors.Usage as e:
+        yield f"not a case: {e}"
+        return
+    if record["case"] != str(case):
+        yield f"the case string is not canonical: {case}"
+    if record["seed"] != str(case.seed(body["seed"])):
+        yield f"seed {record['seed']} is not this case's under --seed {body['seed']}"
+
+
+def _case_sums(record: dict[str, Any], body: Document) -> Iterator[str]:
+    yield from _seed(record, body)
+    for name, part in record["parts"].items():
+        if part["limit"] != body["limits"]["nmse"]:
+            yield f"{name}: limit {part['limit']}, but the limits say {body['limits']['nmse']}"
+        within = max(float(part["nmse"]), float(part["worst_head_nmse"])) <= float(part["limit"]) and not part["why"]
+        if part["passed"] and not within:
+            yield f"{name}: NMSE {part['nmse']} (worst head {part['worst_head_nmse']}) does not pass {part['limit']}"
+    passed = all(part["passed"] for part in record["parts"].values())
+    if record["status"] == "ok" and not (passed and record["parts"] and record["distinct"] == 1):
+        yield "status is ok, but its parts or repeats say otherwise"
+    if record["status"] != "ok" and not record["reason"]:
+        yield f"{record['status']} without a reason"
+
+
+def _perf_sums(record: dict[str, Any], body: Document) -> Iterator[str]:
+    from . import perf
+
+    yield from _seed(record, body)
+    for timing in record["timings"]:
+        label = f"{timing['l2']} L2, {timing['clock']} clock"
+        for name, want in perf.statistics(timing["samples_ns"]).items():
+            if timing[name] != want:
+                yield f"{label}: {name} is {timing[name]}, but the samples give {want}"
+    if bool(record["timings"]) == bool(record["unavailable"]):
+        yield "has both samples and a reason for having none, or neither"
+
+
+def _monitor_sums(report: dict[str, Any]) -> Iterator[str]:
+    device, health = report["device"], report["health"]
+    if (device is None) != bool(report["device_reason"]):
+        yield "monitor: device readings and a reason for having none exclude each other"
+    if device is not None and device["covers_run"]:
+        peak = max(sample[device["fields"].index("memory_bytes")] or 0 for sample in device["samples"])
+        if peak != device["peak_memory_bytes"]:
+            yield f"monitor: the peak is {device['peak_memory_bytes']}, but the readings give {peak}"
+    if health is not None and health["failures"] != sum(poll[1] is None for poll in health["polls"]):
+        yield f"monitor: {health['failures']} failed polls, but the polls say otherwise"
+
+
+def files(document: Document, root: Path = ROOT) -> list[Finding]:
+    """The receipt's files against the tree: missing (unverifiable), changed or new (stale), line ends only (a remark)."""
+    body = document["predicate"]["receipt"]
+    then = {f["path"]: f for f in body["inputs"]}
+    outside = {path for path, f in then.items() if f["role"] in ("cases", "data") and "/" not in path}
+    now = {f["path"]: f for f in statement.inputs(body["mode"], root=root)}
+    now |= {
+        p: {"role": f["role"], **statement.fingerprint(root, p)}
+        for p, f in then.items()
+        if p not in now and (root / p).is_file()
+    }
+    made = f" (the receipt is about commit {body['revision']['commit'][:12]})" if body["revision"] else ""
+    found = []
+    for path in sorted(then.keys() | now.keys()):
+        old, new = then.get(path), now.get(path)
+        role = (old or new or {})["role"]
+        deciding = role != "harness"
+        if path in outside:
+            found.append(Finding("files", OK, f"{path} lies outside the tree: not compared"))
+        elif new is None:
+            found.append(
+                Finding(
+                    "files", INVALID if role == "patch" else STALE if deciding else OK, f"{path} is missing here{made}"
+                )
+            )
+        elif old is None:
+            found.append(Finding("files", STALE if deciding else OK, f"{path} is new since the receipt{made}"))
+        elif old["sha256"] != new["sha256"]:
+            if old["sha256_lf"] == new["sha256_lf"]:
+                found.append(Finding("files", OK, f"{path} differs in line ends only"))
+            else:
+                found.append(
+                    Finding(
+                        "files",
+                        STALE if deciding else OK,
+                        f"{path} has changed{made if deciding else ' (decides no result)'}",
+                    )
+                )
+    limits = (
+        cases.limits(root / cases.LIMITS.relative_to(ROOT)) if (root / cases.LIMITS.relative_to(ROOT)).is_file() else {}
+    )
+    for name in sorted(body["limits"].keys() | limits.keys()):
+        then_limit, now_limit = body["limits"].get(name), statement.number(limits[name]) if name in limits else None
+        if then_limit != now_limit:
+            found.append(
+                Finding("files", STALE, f"limit {name} was {then_limit} in the receipt and is {now_limit} here")
+            )
+    return sorted(found, key=lambda f: f.code not in (INVALID, STALE))
+
+
+def _libraries(document: Document, libs: Path | None, root: Path) -> Iterator[Finding]:
+    for item in document["predicate"]["receipt"]["libraries"]:
+        path = libs / item["name"] if libs else root / item["path"] if item["path"] else None
+        if path is None or not path.is_file():
+            yield Finding("libraries", INVALID if libs else OK, f"{item['name']} is not here: not compared")
+        elif statement.sha256(path) != item["sha256"]:
+            yield Finding(
+                "libraries",
+                STALE,
+                f"{item['name']} here is not the library that ran ({item['sha256'][:12]}); --sources-only leaves libraries alone",
+            )
+
+
+def replay(document: Document, library: Any, count: int, threads: int = 0) -> list[Finding]:
+    """Run `count` of the receipt's cases again, chosen by its id. With the same libraries on the same device the bits
+    must be the same; otherwise every case must end as it did."""
+    from . import oracle
+
+    body = document["predicate"]["receipt"]
+    records = [r for r in body["cases"] if r["status"] in ("ok", "failed")]
+    chosen = random.Random(body["id"]).sample(records, min(count, len(records)))
+    devices = {d.name: d for d in library.devices()}
+    same_build = {i["name"]: i["sha256"] for i in body["libraries"]} == {
+        i["name"]: i["sha256"] for i in statement.libraries(library)
+    }
+    found = []
+    for record in chosen:
+        name = statement.name_of(record)
+        device = devices.get(record["device"])
+        if device is None:
+            raise errors.Environment(f"cannot replay {name}: there is no device {record['device']} here")
+        then = next(d["description"] for d in body["devices"] if d["name"] == record["device"])
+        result = oracle.check(library, device, cases.Case.parse(record["case"]), body["seed"], threads=threads)
+        worst = max((p.nmse for p in result.parts.values()), default=float("nan"))
+        if result.status != record["status"]:
+            found.append(
+                Finding(
+                    "replay", FAILED, f"{name}: was {record['status']}, is {result.status} {result.reason}".rstrip()
+                )
+            )
+        elif same_build and device.description == then and result.digest != record["digest"]:
+            found.append(Finding("replay", FAILED, f"{name}: the same libraries gave other bits"))
+        else:
+            bits = "same bits" if result.digest == record["digest"] else "other bits, another build or device"
+            found.append(Finding("replay", OK, f"{name}: {result.status} again, worst NMSE {worst:.3g}, {bits}"))
+    return found or [Finding("replay", FAILED, "the receipt lists no case that ran")]
+
+
+def manifest_of(source: str, places: list[Path]) -> dict[str, str] | None:
+    """The files that a library with this compiled-in digest was built from, by path: from the manifest that its build left."""
+    for place in places:
+        for path in sorted(place.rglob("ggml-flash-attn-back*.sha256")) if place.is_dir() else []:
+            lines = [
+                line for line in path.read_text(encoding="utf-8").splitlines() if line and not line.startswith("#")
+            ]
+            if hashlib.sha256("".join(line + "\n" for line in lines).encode()).hexdigest() == source:
+                return {line[66:]: line[:64] for line in lines}
+    return None
