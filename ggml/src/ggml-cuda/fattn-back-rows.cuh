@@ -79,27 +79,25 @@ static __device__ __forceinline__ void fattn_back_rows_add(float & sum, float & 
 template <ggml_type type, bool vec, int nrows>
 static __device__ __forceinline__ void fattn_back_rows_load(
         const fattn_back_src & src, const int64_t * offset, const int D, const int d0, float * tile) {
-    constexpr int nload = nrows*fattn_back_rows_nd / (8*fattn_back_rows_nthreads);
-    float4 lo[nload];
-    float4 hi[nload];
+    constexpr int nbatch = 2; // loads in flight per thread
+#pragma unroll 1
+    for (int i0 = threadIdx.x; i0 < nrows*fattn_back_rows_nd/8; i0 += nbatch*fattn_back_rows_nthreads) {
+        float4 lo[nbatch];
+        float4 hi[nbatch];
 #pragma unroll
-    for (int l = 0; l < nload; ++l) {
-        const int     i   = l*fattn_back_rows_nthreads + threadIdx.x;
-        const int     e   = (i % 8)/4 * 32 + i%4 * 4;
-        const int64_t off = offset[i/8];
-        if (off >= 0) {
-            fattn_back_load8<type, vec>(src, off, d0 + e, D, lo[l], hi[l]);
-        } else {
-            lo[l] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-            hi[l] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        for (int l = 0; l < nbatch; ++l) {
+            const int     i   = i0 + l*fattn_back_rows_nthreads;
+            const int     e   = (i % 8)/4 * 32 + i%4 * 4;
+            const int64_t off = offset[i/8];
+            fattn_back_load8<type, vec>(src, off, d0 + e, off >= 0 ? D : 0, lo[l], hi[l]);
         }
-    }
 #pragma unroll
-    for (int l = 0; l < nload; ++l) {
-        const int i = l*fattn_back_rows_nthreads + threadIdx.x;
-        const int e = (i % 8)/4 * 32 + i%4 * 4;
-        *(float4 *) (tile + i/8*fattn_back_rows_stride + e +  0) = lo[l];
-        *(float4 *) (tile + i/8*fattn_back_rows_stride + e + 16) = hi[l];
+        for (int l = 0; l < nbatch; ++l) {
+            const int i = i0 + l*fattn_back_rows_nthreads;
+            const int e = (i % 8)/4 * 32 + i%4 * 4;
+            *(float4 *) (tile + i/8*fattn_back_rows_stride + e +  0) = lo[l];
+            *(float4 *) (tile + i/8*fattn_back_rows_stride + e + 16) = hi[l];
+        }
     }
 }
 
@@ -177,7 +175,7 @@ static __device__ __forceinline__ void fattn_back_rows_product(
         __syncthreads();
 
         const int nd = min(D - d0, fattn_back_rows_nd);
-#pragma unroll 2
+#pragma unroll 1
         for (int d = 0; d < nd; d += 4) {
             float4 x[4];
 #pragma unroll
@@ -202,7 +200,7 @@ static __device__ __forceinline__ void fattn_back_rows_product(
 // acc[a] += W[ty + 8a] * Z[4tx + [0, 4)] over n rows of Z, n % 4 == 0
 static __device__ __forceinline__ void fattn_back_rows_accumulate(
         const float * W, const float * Z, const int n, const int tx, const int ty, float4 (&acc)[4]) {
-#pragma unroll 2
+#pragma unroll 1
     for (int y = 0; y < n; y += 4) {
         float4 w[4];
 #pragma unroll
@@ -243,8 +241,8 @@ flash_attn_back_rows(
     constexpr int  stride   = fattn_back_rows_stride;
     constexpr int  nq       = by_query ? nx : ny; // query rows in a tile
 
-    __shared__ alignas(16) float X[nx*stride]; // components of owned rows, then W
-    __shared__ alignas(16) float Y[ny*stride]; // components of the other side's rows
+    alignas(16) __shared__ float X[nx*stride]; // components of owned rows, then W
+    alignas(16) __shared__ float Y[ny*stride]; // components of the other side's rows
     __shared__ int64_t x_offset[2][nx];        // of the rows in q and dO or K and V, -1: no row
     __shared__ int64_t y_offset[2][ny];
     __shared__ int64_t mask_offset[nq];
