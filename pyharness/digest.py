@@ -13,7 +13,11 @@ def sources(root: Path = ROOT) -> list[str]:
     """Paths of the operator's source files relative to `root`/ggml, sorted bytewise, with / between folders."""
     ggml = root / "ggml"
     found = (path for folder in _FOLDERS for path in (ggml / folder).rglob("*"))
-    return sorted(p.relative_to(ggml).as_posix() for p in found if p.is_file() and not p.name.startswith(".") and p.name[-1] != "~")
+    return sorted(
+        p.relative_to(ggml).as_posix()
+        for p in found
+        if p.is_file() and not p.name.startswith(".") and p.name[-1] != "~"
+    )
 
 
 def files(root: Path = ROOT) -> dict[str, str]:
@@ -27,5 +31,5 @@ def manifest(digests: dict[str, str]) -> str:
 
 
 def patch_digest(root: Path = ROOT) -> str:
-    """sha256 of the manifest of `files`: what `ggml_flash_attn_back_source` of a library built from these sources returns."""
+    """sha256 of the manifest of `files`: what `ggml_flash_attn_back_source()` of a library built from them returns."""
     return hashlib.sha256(manifest(files(root)).encode()).hexdigest()

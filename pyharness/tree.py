@@ -1,10 +1,11 @@
-"""Upstream source trees: fetched from PyPI, the operator put into them and taken out again.
+"""Put the operator into a ggml or llama.cpp checkout, see what that changes, or take it out again.
 
-The operator's own files (ggml/include, ggml/src, ggml/tests) are copied into a tree, and the hooks of ggml/edits.toml are
-inserted into upstream's files as whole lines between marker lines. Nothing of upstream is removed, so taking the blocks out
-restores the bytes. Anchors are syntax nodes found with tree-sitter, so a tree may differ from the pinned ones.
+The operator's own files (ggml/include, ggml/src, ggml/tests) are copied into a tree, and the hooks of ggml/edits.toml
+are inserted into upstream's files as whole lines between marker lines. Nothing of upstream is removed, so taking the
+blocks out restores the bytes. Anchors are syntax nodes found with tree-sitter, so a tree may differ from the pinned ones.
 
-CMake runs `python -m pyharness.tree ensure [NAME]` or `copy FROM TO`; both print the patched tree's path.
+The pinned upstream trees of ggml/upstream.toml are fetched from PyPI. CMake runs `python -m pyharness.tree ensure [NAME]`
+or `copy FROM TO`; both print the patched tree's path.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ import tree_sitter_c
 import tree_sitter_cmake
 import tree_sitter_cpp
 
-from pyharness import digest
+from pyharness import digest, errors
 from pyharness.digest import ROOT
 
 if sys.version_info >= (3, 11):
@@ -45,7 +46,7 @@ MANIFEST = "src/ggml-flash-attn-back.sha256"
 _MARK = "ggml-flash-attn-back"
 
 
-class TreeError(Exception):
+class TreeError(errors.Environment):
     """A tree could not be fetched, patched or restored; says why and what to do. Nothing was changed."""
 
 
@@ -113,10 +114,10 @@ def lock(root: Path = ROOT) -> Iterator[None]:
 _BACKEND = """
 import os
 def prepare_metadata_for_build_wheel(metadata_directory, config_settings=None):
-    folder = os.environ["GGML_SDIST_NAME"] + "-" + os.environ["GGML_SDIST_VERSION"] + ".dist-info"
+    folder = os.environ["GGML_SDIST"] + ".dist-info"
     os.mkdir(os.path.join(metadata_directory, folder))
     with open(os.path.join(metadata_directory, folder, "METADATA"), "w") as file:
-        file.write("Metadata-Version: 2.1\\nName: {GGML_SDIST_NAME}\\nVersion: {GGML_SDIST_VERSION}\\n".format(**os.environ))
+        file.write(os.environ["GGML_SDIST_METADATA"])
     return folder
 """
 
@@ -138,13 +139,17 @@ def fetch(pin: Base, root: Path = ROOT) -> Path:
             command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
             command += ["--no-binary", ":all:", "--no-build-isolation", "--require-hashes"]
             command += ["--requirement", str(work / "requirements.txt"), "--dest", str(work / "out")]
-            env = os.environ | {"PYTHONPATH": str(work / "backend"), "GGML_SDIST_NAME": pin.name, "GGML_SDIST_VERSION": pin.version}
+            env = os.environ | {
+                "PYTHONPATH": str(work / "backend"),
+                "GGML_SDIST": f"{pin.name.replace('-', '_')}-{pin.version}",
+                "GGML_SDIST_METADATA": f"Metadata-Version: 2.1\nName: {pin.name}\nVersion: {pin.version}\n",
+            }
             pip = subprocess.run(command, env=env, capture_output=True, text=True)
             if pip.returncode != 0:
                 raise TreeError(
                     f"pip could not download {requirement} (exit {pip.returncode}):\n{_indent(pip.stderr)}\n"
-                    "Check the network and pip's settings (`pip config list`; PIP_INDEX_URL, HTTPS_PROXY, PIP_CERT are honoured), or put"
-                    f" the archive from https://pypi.org/project/{pin.name}/{pin.version}/#files at {archive}"
+                    "Check the network and pip's settings (`pip config list`; PIP_INDEX_URL, HTTPS_PROXY, PIP_CERT are"
+                    f" honoured), or put the archive from https://pypi.org/project/{pin.name}/{pin.version}/#files at {archive}"
                 )
             (download,) = (work / "out").iterdir()
             found = _sha256(download)
@@ -205,7 +210,9 @@ def _declared(node: tree_sitter.Node) -> str:
     """Name of the function that a declaration or a definition declares, whatever macros stand before it."""
     if node.type == "function_declarator":
         return _normal(node.child_by_field_name("declarator"))
-    return next((name for child in node.children if child.type != "compound_statement" and (name := _declared(child))), "")
+    return next(
+        (name for child in node.children if child.type != "compound_statement" and (name := _declared(child))), ""
+    )
 
 
 def _condition(node: tree_sitter.Node) -> str:
@@ -230,7 +237,7 @@ KINDS: dict[str, tuple[tuple[str, ...], Callable[[tree_sitter.Node], str], bool]
     "statement": (("expression_statement",), _normal, False),
     "command": (("normal_command",), _normal, False),
 }
-"""Kinds of anchors: the syntax nodes, the text of a node that an anchor names, whether it names the whole or the start."""
+"""Kinds of anchors: the syntax nodes, the text of a node that an anchor names, whether it is the whole or the start."""
 
 _LANGUAGES = {"c": tree_sitter_c.language, "cpp": tree_sitter_cpp.language, "cmake": tree_sitter_cmake.language}
 
@@ -255,15 +262,15 @@ def _find(edit: Edit, language: tree_sitter.Language, node: tree_sitter.Node) ->
         if len(found) != 1:
             where = " in ".join([repr(s) for s in reversed(edit.anchor[:i])] + [edit.file])
             raise TreeError(
-                f"edit {edit.name!r}: {len(found) or 'no'} anchor{'s' * (len(found) > 1)} {step!r} in {where}; this tree differs too much"
-                " from the ones in ggml/upstream.toml: adapt the edit's anchor in ggml/edits.toml"
+                f"edit {edit.name!r}: {len(found) or 'no'} anchor{'s' * (len(found) > 1)} {step!r} in {where}; this tree"
+                " differs too much from those of ggml/upstream.toml: adapt the edit's anchor in ggml/edits.toml"
             )
         node = found[0]
     return node
 
 
 def insert(data: bytes, wanted: list[Edit]) -> bytes:
-    """The bytes of one upstream file with the blocks of its edits put in; raises TreeError where an anchor is not found."""
+    """The bytes of one upstream file with the blocks of its edits put in; TreeError where an anchor is not found."""
     language = _language(wanted[0].language)
     lines = _lines(data)
     tree = tree_sitter.Parser(language).parse(data.replace(b"\r\n", b"\n"))
@@ -271,19 +278,25 @@ def insert(data: bytes, wanted: list[Edit]) -> bytes:
     for edit in wanted:
         node = _find(edit, language, tree.root_node)
         first, last = node.start_point.row, node.end_point.row - (node.end_point.column == 0)
-        before, after = lines[first][: node.start_point.column], lines[last][node.end_point.column :] if node.end_point.column else b""
+        before, after = (
+            lines[first][: node.start_point.column],
+            lines[last][node.end_point.column :] if node.end_point.column else b"",
+        )
         if edit.action == "inside":
             brace = next(c for c in node.child_by_field_name("body").children if c.type == "{")  # type: ignore[union-attr]
             first = last = brace.start_point.row
             before, after = b"", lines[first][brace.end_point.column :]
         if not (re.fullmatch(rb"\s*(\w+\s+)*", before) and re.fullmatch(rb"\s*;?\s*(//.*|/\*.*\*/|#.*)?\s*", after)):
-            raise TreeError(f"edit {edit.name!r}: the anchor {edit.anchor[-1]!r} shares its lines in {edit.file}; break the line there")
+            raise TreeError(
+                f"edit {edit.name!r}: anchor {edit.anchor[-1]!r} shares its lines in {edit.file}; break the line there"
+            )
         text = edit.text.rstrip("\n")
         if edit.action == "disable":
             blocks += [(first, "\n".join([text, "#if 0"] if text else ["#if 0"])), (last + 1, "#endif")]
         else:
             blocks.append((first if edit.action == "before" else last + 1, text))
-    for row, text in reversed(sorted(blocks, key=lambda block: (block[0], block[1] != "#endif"))):
+    blocks.sort(key=lambda block: (block[0], block[1] != "#endif"))
+    for row, text in reversed(blocks):
         if row > 0 and not lines[row - 1].endswith(b"\n"):
             raise TreeError(f"{wanted[0].file} must end in a line end")
         mark = f"{'#' if wanted[0].language == 'cmake' else '//'} {_MARK}"
@@ -300,7 +313,9 @@ def strip(data: bytes, file: str) -> bytes:
         mark = re.fullmatch(rb"(?://|#) " + _MARK.encode() + rb" ([{}])\r?\n?", line)
         if mark:
             if inside == (mark[1] == b"{"):
-                raise TreeError(f"{file} has an unpaired line {line.decode().strip()!r}; restore the pair, or the file from its origin")
+                raise TreeError(
+                    f"{file}: unpaired line {line.decode().strip()!r}; restore the pair, or the file from its origin"
+                )
             inside = not inside
         elif not inside:
             kept.append(line)
@@ -322,7 +337,7 @@ class Change:
 
 
 def patch(tree: Path) -> list[Change]:
-    """Puts the current operator into a ggml or llama.cpp tree, whichever state of it the tree holds; returns what changed."""
+    """Puts the current operator into a ggml or llama.cpp tree, whatever state the tree is in; returns what changed."""
     return _apply(_plan(tree))
 
 
@@ -342,7 +357,9 @@ def diff(tree: Path) -> str:
     for change in _plan(tree):
         name = change.path.relative_to(tree.resolve()).as_posix()
         old, new = (_lines(b or b"") for b in (change.old, change.new))
-        old_name, new_name = ("/dev/null" if b is None else p + name for p, b in (("a/", change.old), ("b/", change.new)))
+        old_name, new_name = (
+            "/dev/null" if b is None else p + name for p, b in (("a/", change.old), ("b/", change.new))
+        )
         for line in difflib.diff_bytes(difflib.unified_diff, old, new, old_name.encode(), new_name.encode()):
             text += line.decode(errors="replace")
             text += "" if line.endswith(b"\n") else "\n\\ No newline at end of file\n"
@@ -354,7 +371,9 @@ def ggml_root(tree: Path) -> Path:
     for folder in (tree / "ggml", tree):
         if (folder / "include/ggml.h").is_file() and (folder / "src/ggml.c").is_file():
             return folder
-    raise TreeError(f"{tree} is no ggml or llama.cpp checkout: no include/ggml.h and src/ggml.c in it or in its ggml folder")
+    raise TreeError(
+        f"{tree} is no ggml or llama.cpp checkout: no include/ggml.h and src/ggml.c in it or in its ggml folder"
+    )
 
 
 def _place(tree: Path, file: str) -> Path:
@@ -367,7 +386,9 @@ def _place(tree: Path, file: str) -> Path:
         if part == tree:
             break
         if part.is_symlink():
-            raise TreeError(f"{part} is a symbolic link, which is not written through; patch the tree that it points to")
+            raise TreeError(
+                f"{part} is a symbolic link, which is not written through; patch the tree that it points to"
+            )
     return path
 
 
@@ -408,14 +429,19 @@ def _plan(tree: Path, remove: bool = False) -> list[Change]:
         old = _read(path)
         if old == new:
             continue
-        if old is not None and file != MANIFEST and file not in wanted and hashlib.sha256(old).hexdigest() != copied.get(file):
+        if (
+            old is not None
+            and file != MANIFEST
+            and file not in wanted
+            and hashlib.sha256(old).hexdigest() != copied.get(file)
+        ):
             raise TreeError(f"{path} is not as the patch left it; move your changes elsewhere and delete it")
         changes.append(Change(path, old, new))
     return changes
 
 
 def _apply(changes: list[Change]) -> list[Change]:
-    """Writes all of the changes or none: new bytes are staged beside their places first, and a failure puts the old ones back."""
+    """Writes all of the changes or none: new bytes are staged beside their places, a failure puts the old ones back."""
     staged: dict[Path, Path] = {}
     made: list[Path] = []
     done: list[Change] = []
@@ -459,12 +485,16 @@ def _apply(changes: list[Change]) -> list[Change]:
 
 
 def copy(source: Path, tree: Path, root: Path = ROOT) -> Path:
-    """A patched copy at `tree` of what a build needs of a user's own tree, brought up to date; `source` is only read."""
+    """A patched copy at `tree` of what a build needs of a user's tree, brought up to date; `source` is only read."""
     source = source.resolve()
     ggml = ggml_root(source)
     wanted = [file for part in ("cmake", "include", "src") for file in (ggml / part).rglob("*")]
     wanted += [*ggml.glob("*.txt"), *ggml.glob("*.in"), *(source / "tests").glob("test-backend-ops.cpp")]
-    wanted += [_place(source, line[66:]) for line in (_read(ggml / MANIFEST) or b"").decode().splitlines() if line[64:66] == "  "]
+    wanted += [
+        _place(source, line[66:])
+        for line in (_read(ggml / MANIFEST) or b"").decode().splitlines()
+        if line[64:66] == "  "
+    ]
     with lock(root), _os_errors(f"cannot copy {source} to {tree}"):
         tree.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=tree.parent) as folder:
@@ -513,8 +543,38 @@ def _os_errors(what: str) -> Iterator[None]:
         raise TreeError(f"{what}: {error}") from error
 
 
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of the verb `patch`."""
+    parser.add_argument("tree", type=Path, metavar="TREE", help="a ggml or llama.cpp checkout")
+    mode = parser.add_mutually_exclusive_group()
+    mode.add_argument(
+        "--check", action="store_true", help="change nothing; exit 1 unless the tree holds the current operator"
+    )
+    mode.add_argument("--reverse", action="store_true", help="take the operator out; upstream's bytes are restored")
+    mode.add_argument(
+        "--diff", action="store_true", help="change nothing; print what would be changed as a unified diff"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """The verb `patch`: patch, check, reverse or diff one tree."""
+    if args.diff:
+        sys.stdout.write(diff(args.tree))
+        return 0
+    if args.check:
+        current = check(args.tree)
+        print(f"{args.tree}: {'patched' if current else 'not patched with the current operator'}")
+        return 0 if current else 1
+    changes = reverse(args.tree) if args.reverse else patch(args.tree)
+    for change in changes:
+        verb = "added" if change.old is None else "removed" if change.new is None else "changed"
+        print(f"{verb:7} {change.path}")
+    print(f"{args.tree}: {'restored' if args.reverse else 'patched'}{'' if changes else ' already'}")
+    return 0
+
+
 def _main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m pyharness.tree", description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m pyharness.tree", description="Provides patched trees to CMake.")
     verbs = parser.add_subparsers(dest="verb", required=True)
     ensure_parser = verbs.add_parser("ensure", help="fetch, unpack and patch a pinned tree")
     ensure_parser.add_argument("name", nargs="?")
@@ -526,7 +586,7 @@ def _main(argv: list[str]) -> int:
         print(ensure(args.name) if args.verb == "ensure" else copy(args.source, args.tree))
     except TreeError as error:
         print(f"error: {error}", file=sys.stderr)
-        return 3
+        return error.exit_code
     return 0
 
 

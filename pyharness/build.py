@@ -1,0 +1,128 @@
+"""Sets up everything that the scripts need, each step once: Python packages, the patched tree, the build.
+
+Runs on any Python with the standard library alone, and then on the virtual environment's.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+VENV = ROOT / ".venv"
+PYTHON = VENV / "bin/python"
+
+
+class SetupError(Exception):
+    """A step failed; the message says what to do."""
+
+
+def main(verb: str, args: list[str]) -> int:
+    """Set up, then run the verb `oracle` or `test` with its arguments; returns the exit code."""
+    try:
+        check_machine()
+        (ROOT / "build").mkdir(exist_ok=True)
+        with (ROOT / "build/.setup.lock").open("w") as lock:  # one set-up at a time in a checkout
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            install("test" if verb == "test" else "")
+            build("cpu", "all" if verb == "test" else "ggml")
+    except KeyboardInterrupt:
+        return 130
+    except (SetupError, OSError) as error:
+        print(f"scripts/{verb}: {error}", file=sys.stderr)
+        return 3
+    return test(args) if verb == "test" else subprocess.run([str(PYTHON), "-m", "pyharness", verb, *args]).returncode
+
+
+def check_machine() -> None:
+    """Raise SetupError where Python or the compilers are missing."""
+    if sys.version_info < (3, 10):  # noqa: UP036 (runs on whatever python3 is)
+        raise SetupError(f"Python 3.10 or newer is needed, this is {sys.version.split()[0]}; set PYTHON to a newer one")
+    for variable, default, package in (("CC", "cc", "gcc"), ("CXX", "c++", "g++")):
+        command = os.environ.get(variable, default).split()[0]
+        if not shutil.which(command):
+            raise SetupError(f"no compiler {command}; install one (Debian: apt install {package}) or set {variable}")
+
+
+def install(extra: str = "") -> None:
+    """The virtual environment .venv with pyharness and the packages of one extra of pyproject.toml."""
+    wanted = hashlib.sha256((ROOT / "pyproject.toml").read_bytes() + sys.version.encode()).hexdigest()
+    if PYTHON.exists() and wanted in [_text(VENV / f"installed-{done}") for done in {"test", extra}]:
+        return
+    if not PYTHON.exists():
+        shutil.rmtree(VENV, ignore_errors=True)
+        hint = "Python's venv module is missing or broken (Debian: apt install python3-venv)"
+        _step("virtual environment", [sys.executable, "-m", "venv", str(VENV)], hint)
+    target = f"{ROOT}[{extra}]" if extra else str(ROOT)
+    hint = "check the network and pip's settings (`pip config list`; PIP_INDEX_URL, HTTPS_PROXY, PIP_CERT are honoured)"
+    pip = [str(PYTHON), "-m", "pip", "install", "--disable-pip-version-check", "--quiet", "--editable", target]
+    _step("Python packages", pip, hint)
+    (VENV / f"installed-{extra}").write_text(wanted)
+
+
+def build(preset: str, target: str = "all") -> Path:
+    """Configure a preset of CMakePresets.json if it is not yet, and build a target of it; returns build/PRESET."""
+    folder = ROOT / "build" / preset
+    cache = _text(folder / "CMakeCache.txt")
+    if cache and f"CMAKE_HOME_DIRECTORY:INTERNAL={ROOT}\n" not in cache:  # the checkout was moved or copied
+        shutil.rmtree(folder)
+    if not (folder / "build.ninja").exists():
+        _step(f"configuration of build/{preset}", ["cmake", "--preset", preset, "--fresh"])
+    _step(f"build of build/{preset}", ["cmake", "--build", str(folder), "--target", target], quiet=True)
+    return folder
+
+
+def environment() -> dict[str, str]:
+    """The process environment with the virtual environment's programs first."""
+    return os.environ | {"PATH": f"{VENV / 'bin'}{os.pathsep}{os.environ.get('PATH', os.defpath)}"}
+
+
+def test(args: list[str]) -> int:
+    """The linters, then pytest; with arguments only pytest with them. Runs all of them, returns 1 if any failed."""
+    sources = sorted(
+        str(path) for path in (ROOT / "ggml").rglob("*") if path.suffix in (".h", ".c", ".cpp", ".cu", ".cuh")
+    )
+    sources += [str(path) for path in (ROOT / "tests").rglob("*.c*") if path.suffix in (".c", ".cpp")]
+    checks = {
+        "ruff check": ["ruff", "check", "."],
+        "ruff format": ["ruff", "format", "--check", "."],
+        "mypy": ["mypy"],
+        "clang-format": ["clang-format", "--dry-run", "--Werror", *sources],
+        "pytest": ["pytest"],
+    }
+    if args:
+        checks = {"pytest": ["pytest", *args]}
+    failed = []
+    for name, command in checks.items():
+        print(f"--- {name}", flush=True)
+        if subprocess.run(command, cwd=ROOT, env=environment()).returncode != 0:
+            failed.append(name)
+    if failed:
+        print(f"--- failed: {', '.join(failed)}")
+    return 1 if failed else 0
+
+
+def _step(name: str, command: list[str], hint: str = "", quiet: bool = False) -> None:
+    if not quiet:
+        print(f"{name} ...", file=sys.stderr, flush=True)
+    try:
+        done = subprocess.run(
+            command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+    except OSError as error:
+        raise SetupError(f"{name}: {error}") from error
+    if done.returncode != 0:
+        raise SetupError(f"{name} failed (exit {done.returncode}):\n{done.stdout.strip()}\n{hint}".rstrip())
+
+
+def _text(path: Path) -> str:
+    return path.read_text() if path.is_file() else ""
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], sys.argv[2:]))
