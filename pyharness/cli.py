@@ -1,0 +1,77 @@
+"""The command line: finds the verb's module, parses, calls, and turns errors into exit codes."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+from . import errors
+
+VERBS = {
+    "doctor": ("doctor", "what is built, which devices, which paths, what is missing and how to get it"),
+    "oracle": ("oracle", "correctness: a backend against float64, part by part"),
+    "grad": ("gradcheck", "finite differences through ggml's own autodiff"),
+    "perf": ("perf", "timings"),
+    "support": ("support", "what each backend says yes to, and why not"),
+    "list": ("listing", "the cases that the filters select"),
+    "capture": ("capture", "store a model's attention inputs and gradient in a file"),
+    "replay": ("replay", "run the oracle on captured tensors"),
+    "patch": ("tree", "put the operator into a ggml or llama.cpp checkout"),
+    "gpucheck": ("gpucheck", "check a CUDA device end to end"),
+    "receipt": ("receipt", "show, verify and compare receipts"),
+}
+
+EPILOG = """exit codes:
+  0 ok   1 a case failed   2 usage   3 environment   4 receipt invalid   5 nothing selected   6 receipt stale
+  130 interrupted
+
+examples:
+  python -m pyharness doctor
+  python -m pyharness oracle
+  python -m pyharness oracle -b CPU -p 'type_K=q8_0' --output md
+  python -m pyharness oracle -o 'FLASH_ATTN_BACK(hsk=64,hsv=64,nh=4,nhkv=2,kv=128,nb=32)'
+  python -m pyharness grad -p sinks=1
+  python -m pyharness support --output csv
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one verb; returns the exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    width = max(map(len, VERBS))
+    listing = "\n".join(f"  {verb:<{width}}  {text}" for verb, (_, text) in VERBS.items())
+    parser = argparse.ArgumentParser(
+        prog="python -m pyharness",
+        description=f"Checks and times FLASH_ATTN_BACK of a patched ggml.\n\nverbs (VERB --help says more):\n{listing}",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage="%(prog)s VERB [options]",
+    )
+    parser.add_argument("verb", choices=VERBS, metavar="VERB", help="one of the verbs above")
+    verb = parser.parse_args(words[:1]).verb
+
+    module = importlib.import_module(f".{VERBS[verb][0]}", __package__)
+    verb_parser = argparse.ArgumentParser(
+        prog=f"python -m pyharness {verb}",
+        description=(module.__doc__ or VERBS[verb][1]).strip(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    verb_parser.set_defaults(verb=verb)
+    module.add_arguments(verb_parser)
+    args = verb_parser.parse_args(words[1:])
+    try:
+        return int(module.run(args))
+    except errors.Failure as failure:
+        print(f"pyharness {verb}: {failure}", file=sys.stderr)
+        if failure.hint:
+            print(f"  {failure.hint}", file=sys.stderr)
+        return failure.exit_code
+    except KeyboardInterrupt:
+        print(f"pyharness {verb}: interrupted", file=sys.stderr)
+        return errors.INTERRUPTED
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0

@@ -1,0 +1,46 @@
+"""Errors that end a run: each kind has its exit code, a message (what, where, why) and a hint (what next)."""
+
+from __future__ import annotations
+
+
+class Failure(Exception):
+    """Base of the errors that the command line prints in words."""
+
+    exit_code = 1
+
+    def __init__(self, message: str, hint: str = "") -> None:
+        super().__init__(message)
+        self.hint = hint
+
+
+class Usage(Failure):
+    """The command line or a case string is wrong."""
+
+    exit_code = 2
+
+
+class Environment(Failure):
+    """Something that the run needs is missing: a build, a device, a library that fits the tree."""
+
+    exit_code = 3
+
+
+class Invalid(Failure):
+    """A receipt is malformed or contradicts itself."""
+
+    exit_code = 4
+
+
+class Empty(Failure):
+    """The filters select nothing."""
+
+    exit_code = 5
+
+
+class Stale(Failure):
+    """A receipt is about other bytes than the tree's."""
+
+    exit_code = 6
+
+
+INTERRUPTED = 130

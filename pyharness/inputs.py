@@ -1,0 +1,236 @@
+"""Inputs of a case: seeded numpy arrays with everything in them that has ever upset an attention backward.
+
+Axis order is the reverse of ggml's: q [S, H, N, Dk], k and v [S, Hkv, M, bytes], mask [Sm, Hm, rows, M],
+d and o [S, N, H, Dv].
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from . import quant, reference
+from .cases import Case, block
+
+F32 = NDArray[np.float32]
+
+
+@dataclasses.dataclass
+class Inputs:
+    """What a FLASH_ATTN_BACK node reads. Scalars are values that a float32 holds exactly."""
+
+    case: Case  # for a capture: with the file's shapes
+    q: F32  # [S, H, N, Dk]
+    k: NDArray[np.uint8]  # [S, Hkv, M, row bytes]
+    v: NDArray[np.uint8]  # [S, Hkv, M, row bytes]
+    mask: NDArray[np.float16] | None  # [Sm, Hm, rows >= N, M]
+    sinks: F32 | None  # [H]
+    o: F32 | None  # [S, N, H, Dv]
+    d: F32  # [S, N, H, Dv]
+    type_K: str
+    type_V: str
+    scale: float
+    max_bias: float
+    softcap: float
+    grads: tuple[str, ...]  # of "dq", "dk", "dv", "dsinks"
+    kv_first: int
+    kv_count: int
+
+    def k_f32(self) -> F32:
+        """K as ggml dequantises it, [S, Hkv, M, Dk]; keys that no row sees may hold NaN."""
+        return quant.dequantize(self.k, self.type_K)
+
+    def v_f32(self) -> F32:
+        """V as ggml dequantises it, [S, Hkv, M, Dv]; keys that no row sees may hold NaN."""
+        return quant.dequantize(self.v, self.type_V)
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int, int]:
+        """Sequences, query heads, KV heads, queries, keys."""
+        s, h, n, _ = self.q.shape
+        return s, h, self.k.shape[1], n, self.k.shape[2]
+
+    def seen(self) -> NDArray[np.bool_]:
+        """Which keys some row sees, [S, Hkv, M]."""
+        s, h, hkv, n, m = self.sizes
+        if self.mask is None:
+            return np.full((s, hkv, m), n > 0)
+        by_head = (self.mask[:, :, :n].view(np.uint16) != 0xFC00).any(axis=2)
+        whole = by_head[np.arange(s)[:, None] % by_head.shape[0], np.arange(h)[None] % by_head.shape[1]]
+        return np.asarray(whole.reshape(s, hkv, h // hkv, m).any(axis=2))
+
+    def unmasked(self) -> int:
+        """Pairs (sequence, query head, query, key) that the mask leaves."""
+        s, h, _, n, m = self.sizes
+        if self.mask is None:
+            return s * h * n * m
+        sm, hm = self.mask.shape[:2]
+        visible = int(np.count_nonzero(self.mask[:, :, :n].view(np.uint16) != 0xFC00))
+        return visible * int((s // sm) * (h // hm))
+
+
+def make(case: Case, seed: int) -> Inputs:
+    """The inputs of a case under a base seed (`--seed`): the same for every filter and order."""
+    if case.capture:
+        from . import capture_file
+
+        return capture_file.load(case)
+
+    rng = np.random.default_rng(case.seed(seed))
+    mask = _mask(case, rng)
+    q, k, v, d = _values(case, rng)
+    if case.layout == "bcast":
+        d[:] = d.reshape(-1, case.hsv)[:1]
+    if case.vview:
+        v = k[..., : case.hsv]
+
+    inputs = Inputs(
+        case=case,
+        q=q,
+        k=quant.quantize(k, case.type_K, rng),
+        v=quant.quantize(v, case.type_V, rng),
+        mask=mask,
+        sinks=rng.standard_normal(case.nh, np.float32) if case.sinks else None,
+        o=None,
+        d=d,
+        **_scalars(case),
+    )
+    del k, v
+    if case.vview:
+        inputs.v = inputs.k[..., : inputs.v.shape[-1]]
+
+    unseen = ~inputs.seen()
+    if unseen.any():
+        for data, kind in (
+            ((inputs.k, case.type_K),) if case.vview else ((inputs.k, case.type_K), (inputs.v, case.type_V))
+        ):
+            rows = data[unseen]
+            quant.spoil(rows, kind, rng)
+            data[unseen] = rows
+    if case.o:
+        inputs.o = reference.forward(inputs).astype(np.float32)
+    return inputs
+
+
+def blank(case: Case) -> Inputs:
+    """Inputs of a case in shape only, without memory behind them: enough to ask a backend whether it takes the node."""
+    if case.capture:
+        return make(case, 0)
+
+    def zeros(dtype: type, *shape: int) -> NDArray[Any]:
+        return np.broadcast_to(np.zeros((), dtype), shape)
+
+    def rows(type_name: str, width: int) -> NDArray[np.uint8]:
+        values, size = block(type_name)
+        return zeros(np.uint8, case.ns, case.nhkv, case.kv, width // values * size)
+
+    mask = None if case.mask == "none" else zeros(np.float16, case.ms, case.mh, case.nb + case.mpad, case.kv)
+    output = zeros(np.float32, case.ns, case.nb, case.nh, case.hsv)
+    return Inputs(
+        case=case,
+        q=zeros(np.float32, case.ns, case.nh, case.nb, case.hsk),
+        k=rows(case.type_K, case.hsk),
+        v=rows(case.type_V, case.hsv),
+        mask=mask,
+        sinks=zeros(np.float32, case.nh) if case.sinks else None,
+        o=output if case.o else None,
+        d=output,
+        **_scalars(case),
+    )
+
+
+def _scalars(case: Case) -> dict[str, Any]:
+    return {
+        "type_K": case.type_K,
+        "type_V": case.type_V,
+        "scale": float(np.float32(case.scale or 1 / math.sqrt(case.hsk))),
+        "max_bias": float(np.float32(case.max_bias)),
+        "softcap": float(np.float32(case.softcap)),
+        "grads": case.wanted,
+        "kv_first": case.window[0],
+        "kv_count": case.window[1],
+    }
+
+
+def _values(case: Case, rng: np.random.Generator) -> tuple[F32, F32, F32, F32]:
+    """q, k, v, d as float32 before quantisation."""
+
+    def draw(*shape: int) -> F32:
+        if case.data == "uniform":
+            return rng.uniform(-1, 1, shape).astype(np.float32)
+        return rng.standard_normal(shape, np.float32)
+
+    s = case.ns
+    q = draw(s, case.nh, case.nb, case.hsk)
+    k = draw(s, case.nhkv, case.kv, case.hsk)
+    v = draw(s, case.nhkv, 0 if case.vview else case.kv, case.hsv)
+    d = draw(s, case.nb, case.nh, case.hsv)
+
+    if case.data == "vconst":
+        v *= np.float32(1e-3)
+        v += np.float32(1)
+    elif case.data == "kmean":
+        k += 8 * draw(s, case.nhkv, 1, case.hsk)
+    elif case.data == "tiny":
+        d *= np.float32(1e-7)
+    elif case.data == "huge":
+        d *= np.float32(1e4)
+    elif case.data == "logits":
+        q *= np.float32(6)
+        k *= np.float32(6)
+    elif case.data == "outlier":
+        q[..., :2] *= np.float32(30)
+        k[..., :2] *= np.float32(10)
+    elif case.data == "zero":
+        d[:] = 0
+    return q, k, v, d
+
+
+def _mask(case: Case, rng: np.random.Generator) -> NDArray[np.float16] | None:
+    """The mask [ms, mh, nb + mpad, kv]; each head and sequence has its own, and rows beyond nb are NaN."""
+    if case.mask == "none":
+        return None
+    mask = np.full((case.ms, case.mh, case.nb + case.mpad, case.kv), np.nan, np.float16)
+    for index in np.ndindex(case.ms, case.mh):
+        shift = index[0] * case.mh + index[1]
+        for first in range(0, case.nb, 512):
+            rows = np.arange(first, min(first + 512, case.nb))
+            mask[index][rows] = _mask_rows(case, rows, shift, rng)
+    return mask
+
+
+def _mask_rows(case: Case, rows: NDArray[np.int64], shift: int, rng: np.random.Generator) -> NDArray[np.float16]:
+    """Rows [n, kv] of the mask; shift moves the positions back, so that masks of different heads differ."""
+    kind, _, width = case.mask.partition(":")
+    shape = (len(rows), case.kv)
+    keys = np.arange(case.kv)[None]
+    position = (case.kv - case.nb + rows - shift)[:, None]
+    hidden = keys > position
+    values = np.zeros(shape, np.float16)
+
+    if kind == "swa":
+        hidden |= keys <= position - int(width)
+    elif kind == "docs":
+        hidden |= keys // int(width) != position // int(width)
+    elif kind == "pad":
+        hidden |= keys >= case.kv - case.kv // 4
+    elif kind == "lowest":
+        hidden &= (rows != 0)[:, None]
+        values[rows == 0] = -65504
+    elif kind == "bias":
+        hidden = np.zeros(shape, bool)
+        values = rng.standard_normal(shape, np.float32).astype(np.float16)
+    elif kind == "random":
+        hidden = rng.random(shape, np.float32) < 0.5
+    elif kind == "rows":
+        hidden = rng.random(shape, np.float32) < 0.3
+        hidden |= ((rng.random(len(rows)) < 0.25) | (rows == 0))[:, None]
+
+    if case.max_bias > 0 and kind != "lowest":
+        values = -np.abs(position - keys).astype(np.float16)
+    values[hidden] = -np.inf
+    return values

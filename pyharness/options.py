@@ -1,0 +1,79 @@
+"""Options that several verbs share, and what they stand for."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from . import cases, errors, ggml
+
+OUTPUTS = ("console", "json", "csv", "md")
+
+
+def selection(parser: argparse.ArgumentParser, default_file: Path = cases.CASES) -> None:
+    """-o, -p, --case-file: which cases."""
+    parser.add_argument(
+        "-o",
+        dest="op",
+        metavar="OP",
+        help="operator name, regular expression, or whole case string; a comma list of them",
+    )
+    parser.add_argument("-p", dest="params", metavar="REGEX", help="only cases whose string this expression finds")
+    parser.add_argument(
+        "--case-file", type=Path, default=default_file, metavar="FILE", help="case list (default: %(default)s)"
+    )
+    parser.add_argument("--random", type=int, default=0, metavar="N", help="N random cases instead of the list's")
+
+
+def seed(parser: argparse.ArgumentParser) -> None:
+    """--seed."""
+    parser.add_argument(
+        "--seed", type=int, default=0, help="base seed; a case's own comes from it and the case string (default: 0)"
+    )
+
+
+def strict(parser: argparse.ArgumentParser) -> None:
+    """--strict."""
+    parser.add_argument("--strict", action="store_true", help="unsupported and skipped cases are failures")
+
+
+def backend(parser: argparse.ArgumentParser) -> None:
+    """-b, --libs, --preset, --threads: which libraries and device."""
+    parser.add_argument(
+        "-b", dest="backend", metavar="DEVICE", help="device name, a comma list of them (default: all devices)"
+    )
+    parser.add_argument(
+        "--libs", type=Path, metavar="DIR", help="directory of libraries built elsewhere (also $PYHARNESS_LIBS)"
+    )
+    parser.add_argument("--preset", default="cpu", help="CMake preset whose build is used (default: cpu)")
+    parser.add_argument(
+        "--threads", type=int, default=0, metavar="N", help="threads of the CPU device (default: all cores)"
+    )
+
+
+def output(parser: argparse.ArgumentParser) -> None:
+    """--output: how results are written to stdout."""
+    parser.add_argument(
+        "--output", choices=OUTPUTS, default="console", help="format of the results on stdout (default: console)"
+    )
+
+
+def select(args: argparse.Namespace) -> list[cases.Case]:
+    """The selected cases. Raises errors.Usage or errors.Empty."""
+    listed = cases.random_cases(args.random, args.seed) if args.random else cases.load(args.case_file)
+    return cases.select(listed, args.op, args.params)
+
+
+def library(args: argparse.Namespace) -> ggml.Library:
+    """The libraries that the options name. Raises errors.Environment."""
+    return ggml.Library.open(args.libs, args.preset)
+
+
+def devices(args: argparse.Namespace, lib: ggml.Library) -> list[ggml.Device]:
+    """The devices that the options name, all of them by default. Raises errors.Environment."""
+    if args.backend:
+        return [lib.device(name) for name in args.backend.split(",")]
+    found = lib.devices()
+    if not found:
+        raise errors.Environment(f"no device in {lib.directory}")
+    return found

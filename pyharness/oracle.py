@@ -1,0 +1,397 @@
+"""Correctness: a backend's FLASH_ATTN_BACK against the float64 reference, part by part and head by head.
+
+NMSE = sum((got - want)^2) / sum(want^2) over each part and over each of its heads has the limit of
+flash-attn-back-limits.def. What the operator promises to be exactly zero must be: the gradient of a key that no row
+sees, of a row that sees no key, and of a row whose incoming gradient is zero. An LSE of -inf must be -inf. Where the
+true gradient cancels to zero (one key: dq = 0), the error is measured against the operands of the sum instead.
+dsinks has one number for each head and is compared as a whole.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import queue
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from . import cases, errors, ggml, inputs, options, reference, report
+from .cases import Case
+
+F64 = NDArray[np.float64]
+
+# a reference this small against its operands is zero up to float64 rounding
+CANCELLED = 1e-9
+
+AXES = {"dq": "shic", "dk": "sgjc", "dv": "sgjc", "lse": "shi", "d": "shi", "dsinks": "h"}
+
+
+@dataclasses.dataclass(frozen=True)
+class PartResult:
+    """How one part compares. Indices are logical: (s, h, i, c), (s, g, j, c) with j from key 0, (s, h, i), (h)."""
+
+    part: str
+    nmse: float
+    worst_head: tuple[int, ...]
+    worst_head_nmse: float
+    worst_row: tuple[int, ...]
+    worst_row_nmse: float
+    worst_index: tuple[int, ...]
+    got: float
+    want: float
+    limit: float
+    passed: bool
+    why: str = ""  # what other than the NMSE failed
+
+    def place(self) -> str:
+        """The worst index with its axes named."""
+        return ", ".join(f"{axis}={i}" for axis, i in zip(AXES[self.part], self.worst_index, strict=True))
+
+
+@dataclasses.dataclass(frozen=True)
+class CaseResult:
+    """How one case went on one device."""
+
+    case: Case
+    device: str
+    seed: int  # the case's own
+    status: str  # "ok", "failed", "unsupported" or "skipped"
+    reason: str = ""
+    parts: dict[str, PartResult] = dataclasses.field(default_factory=dict)
+    digests: dict[str, str] = dataclasses.field(default_factory=dict)
+    digest: str = ""
+    path: str = ""
+    seconds: float = 0.0  # of the computation, not of the reference
+    repeats: int = 1
+    distinct: int = 1  # different digests among the repeats
+
+
+def check(
+    library: ggml.Library,
+    device: ggml.Device,
+    case: Case,
+    seed: int,
+    threads: int = 0,
+    limits: dict[str, float] | None = None,
+    repeats: int = 1,
+    progress: Callable[[float], None] | None = None,
+) -> CaseResult:
+    """Run a case on a device and compare it with the reference. seed is the base seed."""
+    reason = library.refusal(device, case)
+    if reason is not None:
+        return CaseResult(case, device.name, case.seed(seed), "unsupported", reason)
+    given = inputs.make(case, seed)
+    with library.prepare(device, given, threads) as session:
+        session.compute()
+        result = session.result()
+        digests = {result.digest}
+        for _ in range(repeats - 1):
+            session.poison()
+            session.compute()
+            digests.add(session.result().digest)
+    parts = compare(given, result, reference.backward(given, progress), limits)
+    reasons = [f"guard words of {name} overwritten" for name in result.guards]
+    if len(digests) > 1:
+        reasons.append(f"{len(digests)} different results in {repeats} runs")
+    reasons += [f"{part.part}: {part.why or 'NMSE'}" for part in parts.values() if not part.passed]
+    return CaseResult(
+        case,
+        device.name,
+        case.seed(seed),
+        "failed" if reasons else "ok",
+        "; ".join(reasons),
+        parts,
+        result.digests,
+        result.digest,
+        result.path,
+        result.seconds,
+        repeats,
+        len(digests),
+    )
+
+
+def compare(
+    given: inputs.Inputs, result: ggml.Result, want: dict[str, F64], limits: dict[str, float] | None = None
+) -> dict[str, PartResult]:
+    """Each part of a result against the reference."""
+    bounds = limits or cases.limits()
+    sizes = _Operands(given)
+    zero = _zeros(given, want)
+    return {
+        part: _compare(
+            part, given, result.parts[part], want[part], zero[part], sizes.of(part), result.unwritten[part], bounds
+        )
+        for part in want
+    }
+
+
+def _compare(
+    part: str,
+    given: inputs.Inputs,
+    got32: NDArray[np.float32],
+    want: F64,
+    zero: NDArray[np.bool_],
+    operands: F64,
+    unwritten: int,
+    limits: dict[str, float],
+) -> PartResult:
+    got = got32.astype(np.float64)
+    heads = 2 if want.ndim > 1 else 0
+    inner = tuple(range(heads, want.ndim))
+    infinite = np.isneginf(want)
+    with np.errstate(invalid="ignore", over="ignore"):
+        error = np.where(infinite, np.where(np.isneginf(got), 0, np.inf), np.abs(got - np.where(infinite, 0, want)))
+    error[np.isnan(error)] = np.inf
+    square = np.square(error)
+    reference_square = np.square(np.where(infinite, 0, want))
+
+    def ratio(e: F64, r: F64, o: F64) -> F64:
+        """NMSE; for what cancels to zero, the error against its operands in units of its own limit."""
+        cancelled = r <= CANCELLED**2 * o
+        with np.errstate(divide="ignore", invalid="ignore"):
+            value = np.where(cancelled, e / o * (limits["nmse"] / limits["zero"]), e / r)
+        return np.where(e == 0, 0.0, np.where(np.isnan(value), np.inf, value))
+
+    head_error, head_reference = square.sum(axis=inner), reference_square.sum(axis=inner)
+    by_head = np.atleast_1d(ratio(head_error, head_reference, operands))
+    nmse = float(ratio(square.sum(), reference_square.sum(), operands.sum())) if want.size else 0.0
+    limit = limits["nmse"]
+
+    not_zero = zero & (got != 0)
+    why = ""
+    if unwritten:
+        why = f"{unwritten} elements not written"
+    elif not np.isfinite(got[~infinite]).all():
+        why = "not finite"
+    elif not np.isneginf(got[infinite]).all():
+        why = "not -inf where no key is seen"
+    elif not_zero.any():
+        why = "not exactly 0"
+    worst_head_nmse = float(by_head.max(initial=0))
+    passed = not why and nmse <= limit and worst_head_nmse <= limit
+
+    if not want.size:
+        return PartResult(part, nmse, (), 0.0, (), 0.0, (), 0.0, 0.0, limit, passed, why)
+    worst_head = np.unravel_index(int(by_head.argmax()), by_head.shape) if heads else ()
+    where = np.where(not_zero, np.inf, error) if why == "not exactly 0" else error
+    if not why and heads:  # the worst element of the worst head
+        outside = np.ones(want.shape[:heads], bool)
+        outside[worst_head] = False
+        where = np.where(outside.reshape(outside.shape + (1,) * len(inner)), -1, where)
+    index = np.unravel_index(int(where.argmax()), want.shape)
+    row = index[:3] if want.ndim == 4 else index
+    row_error, row_reference = float(square[row].sum()), float(reference_square[row].sum())
+    shift = (0, 0, given.kv_first, 0) if part in ("dk", "dv") else (0,) * want.ndim
+    return PartResult(
+        part=part,
+        nmse=nmse,
+        worst_head=tuple(map(int, worst_head)),
+        worst_head_nmse=worst_head_nmse,
+        worst_row=tuple(int(i + d) for i, d in zip(row, shift, strict=False)),
+        worst_row_nmse=row_error / row_reference if row_reference else (0.0 if row_error == 0 else np.inf),
+        worst_index=tuple(int(i + d) for i, d in zip(index, shift, strict=True)),
+        got=float(got[index]),
+        want=float(want[index]),
+        limit=limit,
+        passed=passed,
+        why=why,
+    )
+
+
+def _zeros(given: inputs.Inputs, want: dict[str, F64]) -> dict[str, NDArray[np.bool_]]:
+    """Elements of each part that the operator promises to be exactly zero, broadcast to the part's shape."""
+    still = np.asarray((given.d == 0).all(axis=3)).transpose(0, 2, 1)  # [S, H, N]: no incoming gradient
+    rows = still | np.isneginf(want["lse"])
+    unseen = ~given.seen()[:, :, given.kv_first : given.kv_first + given.kv_count]
+    nothing = np.zeros((), bool)
+    flat = {
+        "dq": rows[..., None],
+        "dk": unseen[..., None],
+        "dv": unseen[..., None],
+        "lse": nothing,
+        "d": rows,
+        "dsinks": still.all(axis=(0, 2)),
+    }
+    return {part: np.broadcast_to(flat[part], array.shape) for part, array in want.items()}
+
+
+class _Operands:
+    """Squared size of what is summed in each head of a part: the scale of rounding errors where the sum cancels."""
+
+    def __init__(self, given: inputs.Inputs) -> None:
+        s, h, hkv, _, _ = given.sizes
+        self.shape, self.group = (s, h), h // hkv
+        seen = given.seen()
+
+        def longest(rows: NDArray[np.float32]) -> F64:
+            squares = np.where(seen, np.square(np.where(seen[..., None], rows, 0), dtype=np.float64).sum(axis=3), 0)
+            return np.asarray(squares.max(axis=2, initial=0))
+
+        self.k = longest(given.k_f32())  # [S, Hkv]
+        self.v = longest(given.v_f32())
+        self.q = np.square(given.q, dtype=np.float64).sum(axis=3)  # [S, H, N]
+        self.d = np.square(given.d, dtype=np.float64).sum(axis=3).transpose(0, 2, 1)
+        self.scale = given.scale**2
+
+    def of(self, part: str) -> F64:
+        """Per head of the part; per element for dsinks as a whole."""
+        k, v = (np.repeat(x, self.group, axis=1) for x in (self.k, self.v))
+        d = self.d.sum(axis=2)
+        if part == "dq":
+            return np.asarray(self.scale * d * v * k)
+        if part == "dk":
+            return np.asarray(self.scale * self._grouped((self.d * self.q).sum(axis=2)) * self.v)
+        if part == "dv":
+            return self._grouped(d)
+        if part == "lse":
+            return np.asarray(self.scale * self.q.sum(axis=2) * k)
+        return np.asarray((d * v).sum()) if part == "dsinks" else np.asarray(d * v)
+
+    def _grouped(self, by_head: F64) -> F64:
+        s, h = self.shape
+        return np.asarray(by_head.reshape(s, h // self.group, self.group).sum(axis=2))
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of `oracle`."""
+    options.selection(parser)
+    add_run_arguments(parser)
+
+
+def add_run_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of a run once its cases are known."""
+    from . import monitor
+
+    options.backend(parser)
+    options.seed(parser)
+    options.strict(parser)
+    options.output(parser)
+    monitor.add_arguments(parser)
+    parser.add_argument(
+        "--repeat", type=int, default=1, metavar="N", help="compute each case N times and compare the bits"
+    )
+    parser.add_argument(
+        "--timeout", type=float, default=1800, metavar="S", help="seconds that one case may take (default: 1800)"
+    )
+    parser.add_argument(
+        "--receipts",
+        type=Path,
+        default=Path("receipts"),
+        metavar="DIR",
+        help="where the receipt goes (default: receipts)",
+    )
+    parser.add_argument(
+        "--no-receipt",
+        action="store_true",
+        help="write no receipt, and take libraries that were built from other sources",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Check the selected cases."""
+    return execute(args, options.select(args))
+
+
+def execute(args: argparse.Namespace, selected: list[Case]) -> int:
+    """Check cases on the devices that the options name, report, write the receipt; returns the exit code."""
+    from . import monitor, receipt
+
+    library = options.library(args)
+    devices = options.devices(args, library)
+    if not args.no_receipt:
+        receipt.check_source(library)
+    limits = cases.limits()
+    work = [(device, case) for device in devices for case in selected]
+    results: list[CaseResult] = []
+    started = time.time()
+    stopped = 0
+    stuck = False
+
+    def save(seen: dict[str, Any] | None) -> None:
+        if not args.no_receipt:
+            partial = len(results) < len(work)
+            files = [getattr(args, "case_file", cases.CASES)]
+            finished = time.time()
+            path = receipt.write(
+                args.receipts, "oracle", library, results, args.seed, partial, started, finished, files, monitor=seen
+            )
+            print(f"receipt {path}", file=sys.stderr)
+
+    with monitor.from_args(args) as watch, report.Reporter(args.output, len(work), args.seed) as reporter:
+
+        def aborted(message: str) -> None:
+            device, case = work[len(results)]
+            why = f"ggml aborted: {message.strip()}"
+            results.append(CaseResult(case, device.name, case.seed(args.seed), "failed", why))
+            reporter.case(results[-1])
+            reporter.finish(results, len(work))
+            save(None)
+            reporter.flush()
+            os._exit(1)
+
+        library.on_abort = aborted
+        for device, case in work:
+            reporter.start(case)
+
+            def one(device: ggml.Device = device, case: Case = case) -> CaseResult:
+                return check(library, device, case, args.seed, args.threads, limits, args.repeat, reporter.fraction)
+
+            try:
+                result = _timed(one, args.timeout)
+            except KeyboardInterrupt:
+                stopped, stuck = errors.INTERRUPTED, True
+                break
+            except TimeoutError:
+                why = f"no answer within {args.timeout:g} s"
+                result = CaseResult(case, device.name, case.seed(args.seed), "failed", why)
+                stuck = True
+            except errors.Failure as error:
+                result = CaseResult(case, device.name, case.seed(args.seed), "skipped", str(error))
+            results.append(result)
+            reporter.case(result)
+            if stuck:
+                break
+        library.on_abort = None
+        reporter.finish(results, len(work))
+    save(watch.report())
+    code = stopped or exit_code(results, args.strict)
+    if stuck:  # the thread of the case is still in ggml or BLAS
+        reporter.flush()
+        os._exit(code)
+    return code
+
+
+def exit_code(results: list[CaseResult], strict: bool) -> int:
+    """0 if all is well, 1 if a case failed; under strict also if one did not run; 3 if nothing ran at all."""
+    states = {result.status for result in results}
+    if "failed" in states or (strict and states - {"ok"}):
+        return 1
+    return 0 if "ok" in states else errors.Environment.exit_code
+
+
+def _timed(work: Callable[[], CaseResult], timeout: float) -> CaseResult:
+    """The result of work on a thread of its own, so that time and Ctrl-C are noticed while C code runs."""
+    box: queue.Queue[CaseResult | BaseException] = queue.Queue()
+
+    def target() -> None:
+        try:
+            box.put(work())
+        except BaseException as error:
+            box.put(error)
+
+    threading.Thread(target=target, daemon=True).start()
+    try:
+        outcome = box.get(timeout=timeout)
+    except queue.Empty:
+        raise TimeoutError from None
+    if isinstance(outcome, BaseException):
+        raise outcome
+    return outcome
