@@ -1,4 +1,4 @@
-"""What a run happened on: machine, Python, build and GPU, as a receipt records it. No host or user names, no absolute paths."""
+"""What a run happened on: machine, Python, build, GPU. No host or user names, no absolute paths."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from . import errors, monitor
 
 _VARIABLES = ("GGML_", "OMP_", "OPENBLAS_", "MKL_", "CUDA_", "NVIDIA_TF32")
 _BUILD_KEYS = re.compile(
-    r"GGML_\w+|BUILD_SHARED_LIBS|CMAKE_(BUILD_TYPE|CUDA_ARCHITECTURES|(C|CXX|CUDA)_FLAGS(_DEBUG|_RELEASE|_RELWITHDEBINFO)?)"
+    r"GGML_\w+|BUILD_SHARED_LIBS|CMAKE_BUILD_TYPE|CMAKE_CUDA_ARCHITECTURES"
+    r"|CMAKE_(C|CXX|CUDA)_FLAGS(_DEBUG|_RELEASE|_RELWITHDEBINFO)?"
 )
 
 

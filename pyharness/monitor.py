@@ -49,7 +49,7 @@ class Nvml:
     def __init__(self, index: int = 0) -> None:
         """`index` is CUDA's ordinal; the same GPU is found by its PCI address. errors.Environment: no NVML, no GPU."""
         try:
-            import pynvml  # type: ignore[import-untyped]
+            import pynvml
 
             self.api: Any = pynvml
             pynvml.nvmlInit()
@@ -187,7 +187,7 @@ class Monitor:
         return sorted(self._samples, key=lambda sample: sample[0] or 0)
 
     def covers(self, since: int | None = None, until: int | None = None) -> bool:
-        """Whether readings span [since, until] (marks; default: all) with no gap over ten periods and no failed reading."""
+        """Whether readings span [since, until] (marks; default: all), none failed, no gap is over ten periods."""
         times = [int(sample[0] or 0) for sample in self._readings()]
         if not times or self._errors:
             return False

@@ -31,7 +31,7 @@ class Unavailable(Exception):
 class Peer:
     """One implementation on one case. A context manager: entering builds it or raises Unavailable.
 
-    `who` names it, `bytes` are the device bytes of its tensors (None: unknown), `passes` the ways that it can be timed."""
+    `who` names it, `bytes` are the device bytes of its tensors (None: unknown), `passes` the ways to time it."""
 
     who = ""
     bytes: int | None = None
@@ -88,8 +88,8 @@ def _plain_attention(given: Inputs) -> None:
 class Unfused(Peer):
     """MUL_MAT, SOFT_MAX and their gradients through OUT_PROD and SOFT_MAX_BACK, as ggml's autodiff chains them.
 
-    K and V are F32, which OUT_PROD asks for. The query heads of a group stand as rows of one matrix, so that grouped KV
-    heads cost no copies. Two F32 buffers of queries times keys per head are live: P and dP, which becomes dS in place."""
+    K and V are F32, which OUT_PROD asks for. The query heads of a group stand as rows of one matrix, so that grouped
+    KV heads cost no copies. Two F32 buffers of queries times keys a head live: P and dP, which becomes dS in place."""
 
     who = "unfused"
 
@@ -202,12 +202,15 @@ class Unfused(Peer):
         return graph, int(c.ggml_gallocr_get_buffer_size(allocator, 0))
 
     def time(self, way: str) -> Sample:
+        """Run the graph of a pass once."""
         return self._bench.time(self._graphs[way])
 
     def flush(self) -> None:
+        """Write twice the last-level cache."""
         self._bench.flush()
 
     def parts(self) -> dict[str, F32]:
+        """Download the gradients of the last backward."""
         given, c, ffi = self._given, self._library.c, self._library.ffi
         s, h, hkv, n, m = given.sizes
         dk, dv = given.q.shape[3], given.d.shape[3]
@@ -232,8 +235,9 @@ def _torch() -> Any:
 
 
 def torch_ceilings(index: int) -> dict[str, Any] | None:
-    """FLOP/s of an fp16 product of 8192^3 and bytes/s of a copy of 2 GiB (read and written) through PyTorch, the median of
-    ten each; None without PyTorch on this GPU."""
+    """FLOP/s of an fp16 product of 8192^3 and bytes/s of a copy of 2 GiB (read and written) through PyTorch.
+
+    The median of ten each; None without PyTorch on this GPU."""
     try:
         torch = _torch()
     except Unavailable:
@@ -241,18 +245,25 @@ def torch_ceilings(index: int) -> dict[str, Any] | None:
     if not torch.cuda.is_available():
         return None
     with torch.cuda.device(index):
-        a = torch.randn(8192, 8192, device="cuda", dtype=torch.float16)
-        flop = 2 * 8192**3 / (_median(torch, lambda: torch.matmul(a, a)) * 1e-9)
-        x = torch.randn(2**29, device="cuda")
-        y = torch.empty_like(x)
-        moved = 2 * 4 * 2**29 / (_median(torch, lambda: y.copy_(x)) * 1e-9)
-    del a, x, y
-    torch.cuda.empty_cache()
+        flop = 2 * 8192**3 / (_product(torch) * 1e-9)
+        moved = 2 * 4 * 2**29 / (_copy(torch) * 1e-9)
+        torch.cuda.empty_cache()
     return {
         "compute": flop,
         "memory": moved,
         "how": f"PyTorch {torch.__version__}: fp16 product of 8192^3, copy of 2 GiB counting reads and writes",
     }
+
+
+def _product(torch: Any) -> float:
+    a = torch.randn(8192, 8192, device="cuda", dtype=torch.float16)
+    return _median(torch, lambda: torch.matmul(a, a))
+
+
+def _copy(torch: Any) -> float:
+    x = torch.randn(2**29, device="cuda")
+    y = torch.empty_like(x)
+    return _median(torch, lambda: y.copy_(x))
 
 
 def _median(torch: Any, run: Callable[[], Any]) -> float:
@@ -377,6 +388,8 @@ class TorchPeer(Peer):
         return self._torch.autograd.grad(self._out, (self._q, self._k, self._v), self._d, retain_graph=True)
 
     def time(self, way: str) -> Sample:
+        """Run a pass once; on a GPU between CUDA events."""
+
         def run() -> None:
             if way == "forward":
                 self._out = self._forward()
@@ -390,6 +403,7 @@ class TorchPeer(Peer):
         return time.perf_counter_ns() - start, None
 
     def flush(self) -> None:
+        """Write twice the L2 cache, 64 MiB on a CPU."""
         if self._flusher is not None:
             self._flusher.zero_()
             self._torch.cuda.synchronize()
@@ -397,6 +411,7 @@ class TorchPeer(Peer):
             np.zeros(64 * 2**20, np.uint8).fill(1)
 
     def parts(self) -> dict[str, F32]:
+        """Download the gradients of the last backward as float32."""
         names = ("dq", "dk", "dv")
         window = slice(self._given.kv_first, self._given.kv_first + self._given.kv_count)
         found = {name: g.float().cpu().numpy() for name, g in zip(names, self._grads, strict=True)}

@@ -1,13 +1,13 @@
 """Time the operator, and what else computes the same gradient, on the same tensors in the same process.
 
-A sample is one backward. Warm-ups come first and are not counted. With a warm L2 samples follow each other; with a cold one
-a buffer of twice the last-level cache is written before each. On CUDA the device's time is taken by events on the backend's
-own stream (see cuda.Stopwatch) and includes the gaps between the operator's kernels; host time is taken beside it, from
-before the launch until the device is done. Other backends have host time alone.
+A sample is one backward. Warm-ups come first and are not counted. With a warm L2 samples follow each other; with a
+cold one a buffer of twice the last-level cache is written before each. On CUDA the device's time is taken by events on
+the backend's own stream (see cuda.Stopwatch) and includes the gaps between the operator's kernels; host time is taken
+beside it, from before the launch until the device is done. Other backends have host time alone.
 
 Work is counted as the products that the wanted gradients need, each once, over unmasked pairs of query and key:
-S = Q K^T and dP = dO V^T always, dQ, dK, dV as wanted; 2 (3 Dk + 2 Dv) FLOP a pair for all. What a kernel computes twice
-counts once.
+S = Q K^T and dP = dO V^T always, dQ, dK, dV as wanted; 2 (3 Dk + 2 Dv) FLOP a pair for all. What a kernel computes
+twice counts once.
 """
 
 from __future__ import annotations
@@ -39,7 +39,10 @@ if TYPE_CHECKING:
 
 RUNS = 20
 WARMUPS = 3
-FORMULA = "flop = 2 pairs (Dk + Dv) + 2 pairs Dk [dQ] + 2 window pairs Dk [dK] + 2 window pairs Dv [dV]; pairs of all heads that the mask leaves"
+FORMULA = (
+    "flop = 2 pairs (Dk + Dv) + 2 pairs Dk [dQ] + 2 window pairs Dk [dK] + 2 window pairs Dv [dV]; "
+    "pairs of all heads that the mask leaves"
+)
 FORMULA_FORWARD = "flop = 2 pairs (Dk + Dv); pairs of all heads that the mask leaves"
 
 # ---- statistics ----
@@ -68,7 +71,7 @@ def statistics(samples: Sequence[int]) -> dict[str, Any]:
 
 
 def compare(ours: dict[str, Any], theirs: dict[str, Any]) -> tuple[float, str]:
-    """How many times faster the first timing is than the second, and whether that is so: "undecided" where intervals meet."""
+    """How many times faster the first timing is than the second, and whether it is: "undecided" if intervals meet."""
     ratio = float(theirs["median_ns"]) / float(ours["median_ns"])
     if ours["interval_ns"][1] < theirs["interval_ns"][0]:
         return ratio, "faster"
@@ -157,7 +160,7 @@ def work(given: Inputs, backward: bool = True) -> dict[str, Any]:
 
 
 def floor(traffic: int, flop: int | None, ceilings: dict[str, Any], median_ns: float) -> dict[str, Any]:
-    """What no kernel can go under: each input read once and each output written once, every product once at the ceiling."""
+    """What no kernel can go under: inputs read once, outputs written once, every product once, at the ceilings."""
     rate, bandwidth = ceilings["compute_flop_per_s"], ceilings["memory_bytes_per_s"]
     memory = traffic / float(bandwidth) * 1e9 if bandwidth else None
     compute = flop / float(rate) * 1e9 if rate and flop is not None else None
@@ -395,7 +398,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--error", choices=("slice", "full", "none"), default="slice",
-        help="NMSE against float64 of sequence 0's first KV head with its query heads, of all, or not at all (default: slice)",
+        help="NMSE against float64 of the first KV head with its query heads, of all, or none (default: slice)",
     )  # fmt: skip
     parser.add_argument("--base", type=Path, metavar="RECEIPT", help="compare with an earlier perf receipt")
     parser.add_argument(
@@ -526,9 +529,10 @@ def _line(record: dict[str, Any]) -> str:
             if flop
             else f"  FLOP/s {record['work']['reason']}"
         )
+        middle, spread, least = (float(timing[name]) / 1e6 for name in ("median_ns", "mad_ns", "min_ns"))
         lines.append(
-            f"    {timing['l2']} L2, {timing['clock']:6} clock: median {float(timing['median_ns']) / 1e6:.4g} ms [{low}, {high}], "
-            f"MAD {float(timing['mad_ns']) / 1e6:.2g}, min {timing['min_ns'] / 1e6:.4g}, n={len(timing['samples_ns'])}{speed}"
+            f"    {timing['l2']} L2, {timing['clock']:6} clock: median {middle:.4g} ms [{low}, {high}], "
+            f"MAD {spread:.2g}, min {least:.4g}, n={len(timing['samples_ns'])}{speed}"
         )
     notes = []
     if record["floor"] and record["floor"]["fraction"]:
@@ -547,7 +551,11 @@ def _line(record: dict[str, Any]) -> str:
     return "\n".join(lines + [f"    {note}" for note in notes])
 
 
-COLUMNS = ("device", "case", "who", "pass", "path", "unavailable", "l2", "clock", "samples", "median_ns", "mad_ns", "min_ns", "low_ns", "high_ns", "flop", "buffers_bytes", "peak_bytes", "nmse_dq", "nmse_dk", "nmse_dv")  # fmt: skip
+COLUMNS = (
+    "device", "case", "who", "pass", "path", "unavailable",
+    "l2", "clock", "samples", "median_ns", "mad_ns", "min_ns", "low_ns", "high_ns",
+    "flop", "buffers_bytes", "peak_bytes", "nmse_dq", "nmse_dk", "nmse_dv",
+)  # fmt: skip
 
 
 def rows(measurements: Sequence[dict[str, Any]]) -> Iterator[tuple[Any, ...]]:
@@ -595,17 +603,15 @@ def _print(form: str, perf: dict[str, Any], watch: monitor.Monitor) -> None:
             print(f"GPU not watched: {watch.report()['device_reason']}")
         else:
             state = "throttled: " + ", ".join(device["reasons"]) if device["throttled"] else "not throttled"
-            print(
-                f"GPU {state}; readings {'cover' if device['covers_run'] else 'DO NOT cover'} the run; other processes: {device['other_processes']}"
-            )
+            covers = "cover" if device["covers_run"] else "DO NOT cover"
+            print(f"GPU {state}; readings {covers} the run; other processes: {device['other_processes']}")
         if health is not None:
-            print(
-                f"health: {health['failures']} of {len(health['polls'])} polls failed, worst latency {(health['max_latency_ns'] or 0) / 1e6:.1f} ms"
-            )
+            worst = (health["max_latency_ns"] or 0) / 1e6
+            print(f"health: {health['failures']} of {len(health['polls'])} polls failed, worst latency {worst:.1f} ms")
 
 
 def comparisons(perf: dict[str, Any]) -> Iterator[str]:
-    """The operator against its peers and against the base, a line each; nothing is called faster where intervals meet."""
+    """The operator against its peers and the base, a line each; nothing is called faster where intervals meet."""
     measured = [r for r in perf["measurements"] if not r["unavailable"] and r["pass"] == "backward"]
     for own in (r for r in measured if r["who"] == OPERATOR):
         for peer in (
@@ -616,4 +622,5 @@ def comparisons(perf: dict[str, Any]) -> Iterator[str]:
             yield f"{own['device']} {own['case']}: against {peer['who']}: {verdict_text(settled)}"
     for found in (perf["base"] or {"comparisons": []})["comparisons"]:
         text = verdict_text((float(found["ratio"]), found["verdict"]))
-        yield f"{found['device']} {found['case']}: {found['who']} {found['pass']}, {found['l2']} L2, {found['clock']} clock, against base: {text}"
+        what = f"{found['who']} {found['pass']}, {found['l2']} L2, {found['clock']} clock"
+        yield f"{found['device']} {found['case']}: {what}, against base: {text}"

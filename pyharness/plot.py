@@ -1,5 +1,7 @@
-"""Receipts as pictures (matplotlib; the extra `plot`): time and TFLOP/s against keys and queries with the floors, error by
-part against the limit. Each picture is a PNG and an SVG with the CSV behind it."""
+"""Receipts as pictures (matplotlib; the extra `plot`), each a PNG and an SVG with the CSV behind it.
+
+Time and TFLOP/s against keys and queries with the floors; error by part against the limit.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from . import cases, errors, perf, statement
+from . import cases, errors, perf
 from .statement import Document
 
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#F0E442", "#000000")  # Okabe and Ito

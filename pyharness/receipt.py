@@ -277,8 +277,9 @@ def markdown(documents: Sequence[Document]) -> str:
             if body["monitor"]["device"]["throttled"]
             else "; not throttled"
         )
+        result = document["predicate"]["result"] + (", partial" if body["partial"] else "")
         sections.append(
-            f"receipt `{body['id'][:12]}` ({body['mode']}, {document['predicate']['result']}{', partial' if body['partial'] else ''}); "
+            f"receipt `{body['id'][:12]}` ({body['mode']}, {result}); "
             f"patch `{body['patch'][:12]}`, {where}; {main['name']} `{main['sha256'][:12]}`{state}"
         )
     return "\n\n".join(sections)
@@ -385,7 +386,8 @@ def differences(old: Document, new: Document) -> Iterable[str]:
 
         for found in perf.against_base(b["perf"]["measurements"], old)["comparisons"]:
             if found["verdict"] != "undecided":
-                yield f"time     {found['case']} on {found['device']}, {found['who']}, {found['l2']} L2: {found['verdict']} ({float(found['ratio']):.3f}x)"
+                what = f"{found['case']} on {found['device']}, {found['who']}, {found['l2']} L2"
+                yield f"time     {what}: {found['verdict']} ({float(found['ratio']):.3f}x)"
 
 
 def _items(value: Any) -> Iterable[tuple[str, Any]]:
@@ -446,8 +448,8 @@ def index(root: Path = ROOT) -> str:
     table = _table(("when", "what", "device", "result", "id", "state"), sorted(rows, reverse=True))
     return (
         "# Receipts\n\n"
-        "Written by runs, listed by `python -m pyharness receipt index`. Fresh: every file that the receipt stands on lies in this tree\n"
-        "with the same content. `python -m pyharness receipt verify FILE` checks one, `show FILE` prints it.\n\n"
+        "Written by runs, listed by `python -m pyharness receipt index`. Fresh: every file that the receipt stands on\n"
+        "lies in this tree with the same content. `python -m pyharness receipt verify FILE` checks one.\n\n"
         + (table if rows else "None yet.")
         + "\n"
     )
@@ -464,7 +466,7 @@ def _what(body: Document) -> str:
 
 
 def quoted_problems(root: Path = ROOT) -> Iterable[str]:
-    """Receipts that README.md and docs/*.md quote (by path or as "receipt `<id>`") and that are missing, stale or invalid."""
+    """Receipts that README.md and docs/*.md quote, by path or as "receipt `<id>`", and that are not fresh."""
     known = {path.stem.rsplit("-", 1)[1]: path for path in listed(root)}
     for page in [root / "README.md", *sorted((root / "docs").glob("*.md"))]:
         text = page.read_text(encoding="utf-8") if page.is_file() else ""

@@ -89,14 +89,10 @@ def identify(document: Document) -> str:
 
 def sha256(path: Path) -> str:
     """sha256 of a file's bytes."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest() if sys.version_info >= (3, 11) else _sha256_blocks(file)
-
-
-def _sha256_blocks(file: Any) -> str:
     total = hashlib.sha256()
-    for block in iter(lambda: file.read(1 << 20), b""):
-        total.update(block)
+    with path.open("rb") as file:
+        for block in iter(lambda: file.read(1 << 20), b""):
+            total.update(block)
     return total.hexdigest()
 
 
@@ -126,11 +122,11 @@ def fingerprint(root: Path, path: str) -> dict[str, str]:
 def inputs(mode: str, extra: Iterable[tuple[str, Path]] = (), root: Path = ROOT) -> list[dict[str, str]]:
     """Every file of the tree that a receipt of this mode stands on, by role and path.
 
-    Roles: patch (the operator's sources), hooks (edits and pins), measure (harness modules that decide results), harness
-    (the others); `extra` adds (role, path) for case lists and captures, those outside the tree by their name alone."""
+    Roles: patch (the operator's sources), hooks (edits and pins), measure (harness modules that decide results),
+    harness (the others); `extra` adds (role, path) for case lists and captures, outside the tree by name."""
     measuring = MEASURES_PERF if mode == "perf" else MEASURES
     found: dict[str, tuple[str, Path]] = {f"ggml/{path}": ("patch", root) for path in digest.sources(root)}
-    found |= {path: ("hooks", root) for path in ("ggml/edits.toml", "ggml/upstream.toml")}
+    found |= dict.fromkeys(("ggml/edits.toml", "ggml/upstream.toml"), ("hooks", root))
     for module in [*(root / "pyharness").rglob("*.py"), *(root / "pyharness/schema").glob("*.json")]:
         role = "measure" if module.suffix == ".py" and module.stem in measuring else "harness"
         found[module.relative_to(root).as_posix()] = (role, root)
@@ -167,8 +163,10 @@ def revision(root: Path = ROOT) -> dict[str, Any] | None:
         p for p in (_git(root, "ls-files", "--others", "--exclude-standard", "-z", *scope) or b"").split(b"\0") if p
     )
     total = hashlib.sha256(diff)
-    for path in untracked:
-        total.update(path + b"\0" + (root / os.fsdecode(path)).read_bytes())
+    for name in untracked:
+        path = root / os.fsdecode(name)
+        data = os.fsencode(os.readlink(path)) if path.is_symlink() else path.read_bytes() if path.is_file() else b""
+        total.update(name + b"\0" + data)
     commit, tree_id = head.decode().split()
     paths = sorted(os.fsdecode(p) for p in [*changed, *untracked] if p)
     return {
@@ -241,7 +239,7 @@ def name_of(record: dict[str, Any]) -> str:
 
 
 def measured_status(record: dict[str, Any], limit: float) -> str:
-    """A measurement of the operator is a case too: unsupported where it could not run, failed where its error is over the limit."""
+    """A measurement of the operator as a case: unsupported if it could not run, failed if over the limit."""
     if record["unavailable"]:
         return "unsupported"
     within = all(float(value) <= limit for value in (record["error"] or {"nmse": {}})["nmse"].values())
@@ -249,7 +247,7 @@ def measured_status(record: dict[str, Any], limit: float) -> str:
 
 
 def outcome(body: Document) -> dict[str, Any]:
-    """The test-result fields and counts that follow from a receipt's cases or, for perf, its measurements of the operator.
+    """The test-result fields and counts that follow from a receipt's cases or its measurements of the operator.
 
     A skip or a refusal warns, and so does a partial run."""
     found = [(record["status"], record) for record in body["cases"]]
@@ -328,7 +326,7 @@ def build(
 
 
 def seal(body: Document, listed: int) -> Document:
-    """The whole document around a receipt's members, with everything that follows from them; `listed` cases were in the lists."""
+    """The document around a receipt's members, with all that follows from them; `listed` cases were in the lists."""
     ends = outcome(body)
     body["counts"] = {"listed": listed, **ends.pop("counts")}
     body["harness"] = harness_digest(body["inputs"])

@@ -22,7 +22,7 @@ OK, FAILED, INVALID, STALE = 0, 1, 4, 6
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that a step of the verification found: `code` 0 is a remark, any other is what the exit code would be."""
+    """One thing that a step found: `code` 0 is a remark, any other is what the exit code would be."""
 
     step: str
     code: int
@@ -34,8 +34,8 @@ def check(
 ) -> list[Finding]:
     """Every step but replay; the first finding with a code other than 0 decides. Findings of one step come together.
 
-    `libs`: a folder that must hold the libraries that ran. Without it a library is compared where the receipt says it lay,
-    when there is one; `sources_only` leaves libraries alone."""
+    `libs`: a folder that must hold the libraries that ran. Without it a library is compared where the receipt says it
+    lay, when there is one; `sources_only` leaves libraries alone."""
     try:
         document = statement.parse(path)
     except errors.Invalid as e:
@@ -111,7 +111,7 @@ def sums(document: Document) -> Iterator[str]:
         yield "patch is not the digest of the patch files listed"
     for item in body["libraries"]:
         if item["source"] not in (None, body["patch"]):
-            yield f"{item['name']} was built from sources {item['source'][:12]}, not from the patch listed ({body['patch'][:12]})"
+            yield f"{item['name']} was built from {item['source'][:12]}, not from the patch {body['patch'][:12]}"
     for record in body["cases"]:
         yield from (f"{statement.name_of(record)}: {text}" for text in _case_sums(record, body))
     for record in (body["perf"] or {"measurements": []})["measurements"]:
@@ -176,7 +176,7 @@ def _monitor_sums(report: dict[str, Any]) -> Iterator[str]:
 
 
 def files(document: Document, root: Path = ROOT) -> list[Finding]:
-    """The receipt's files against the tree: missing (unverifiable), changed or new (stale), line ends only (a remark)."""
+    """The receipt's files against the tree: missing is unverifiable, changed or new stale, line ends only a remark."""
     body = document["predicate"]["receipt"]
     then = {f["path"]: f for f in body["inputs"]}
     outside = {path for path, f in then.items() if f["role"] in ("cases", "data") and "/" not in path}
@@ -234,7 +234,7 @@ def _libraries(document: Document, libs: Path | None, root: Path) -> Iterator[Fi
             yield Finding(
                 "libraries",
                 STALE,
-                f"{item['name']} here is not the library that ran ({item['sha256'][:12]}); --sources-only leaves libraries alone",
+                f"{item['name']} here is not the library that ran; --sources-only leaves libraries alone",
             )
 
 
@@ -274,7 +274,7 @@ def replay(document: Document, library: Any, count: int, threads: int = 0) -> li
 
 
 def manifest_of(source: str, places: list[Path]) -> dict[str, str] | None:
-    """The files that a library with this compiled-in digest was built from, by path: from the manifest that its build left."""
+    """The files that a library with this compiled-in digest was built from: from the manifest that its build left."""
     for place in places:
         for path in sorted(place.rglob("ggml-flash-attn-back*.sha256")) if place.is_dir() else []:
             lines = [
