@@ -231,6 +231,7 @@ KINDS: dict[str, tuple[tuple[str, ...], Callable[[tree_sitter.Node], str], bool]
     "struct": (("struct_specifier",), _field("name"), True),
     "include": (("preproc_include",), lambda node: _normal(node.child_by_field_name("path")).strip('"<>'), True),
     "switch": (("switch_statement",), _condition, True),
+    "if": (("if_statement",), _condition, True),
     "for": (("for_statement",), _condition, True),
     "case": (("case_statement",), lambda node: _field("value")(node) or "default", True),
     "return": (("return_statement",), lambda node: _normal(node).removeprefix("return ").removesuffix(";"), True),
@@ -381,7 +382,8 @@ def _place(tree: Path, file: str) -> Path:
     relative = PurePosixPath(file)
     if relative.is_absolute() or ".." in relative.parts:
         raise TreeError(f"{file} leads out of the tree")
-    path = (tree if relative.parts[0] == "tests" else ggml_root(tree)) / relative
+    of_llama = relative.parts[0] == "tests" or file.startswith("src/llama")
+    path = (tree if of_llama else ggml_root(tree)) / relative
     for part in [path, *path.parents]:
         if part == tree:
             break
