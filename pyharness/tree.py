@@ -2,10 +2,10 @@
 
 The operator's own files (ggml/include, ggml/src, ggml/tests) are copied into a tree, and the hooks of ggml/edits.toml
 are inserted into upstream's files as whole lines between marker lines. Nothing of upstream is removed, so taking the
-blocks out restores the bytes. Anchors are syntax nodes found with tree-sitter, so a tree may differ from the pinned ones.
+blocks out restores the bytes. Anchors are syntax nodes found with tree-sitter, so a tree may differ from the pinned.
 
-The pinned upstream trees of ggml/upstream.toml are fetched from PyPI. CMake runs `python -m pyharness.tree ensure [NAME]`
-or `copy FROM TO`; both print the patched tree's path.
+The pinned upstream trees of ggml/upstream.toml are fetched from PyPI. CMake runs `python -m pyharness.tree` with
+`ensure [NAME]` or `copy FROM TO`; both print the patched tree's path.
 """
 
 from __future__ import annotations
@@ -149,7 +149,8 @@ def fetch(pin: Base, root: Path = ROOT) -> Path:
                 raise TreeError(
                     f"pip could not download {requirement} (exit {pip.returncode}):\n{_indent(pip.stderr)}\n"
                     "Check the network and pip's settings (`pip config list`; PIP_INDEX_URL, HTTPS_PROXY, PIP_CERT are"
-                    f" honoured), or put the archive from https://pypi.org/project/{pin.name}/{pin.version}/#files at {archive}"
+                    f" honoured), or put the archive from https://pypi.org/project/{pin.name}/{pin.version}/#files"
+                    f" at {archive}"
                 )
             (download,) = (work / "out").iterdir()
             found = _sha256(download)
@@ -248,23 +249,29 @@ def _language(name: str) -> tree_sitter.Language:
     return tree_sitter.Language(_LANGUAGES[name]())
 
 
-def _matches(language: tree_sitter.Language, node: tree_sitter.Node, step: str) -> list[tree_sitter.Node]:
+@functools.cache
+def _query(language: str, kind: str) -> tree_sitter.Query:
+    known = _language(language)
+    types = [t for t in KINDS[kind][0] if known.id_for_node_kind(t, True) is not None]
+    query: tree_sitter.Query = tree_sitter.Query(known, "[" + " ".join(f"({t})" for t in types) + "] @node")
+    return query
+
+
+def _matches(language: str, node: tree_sitter.Node, step: str) -> list[tree_sitter.Node]:
     kind, _, text = step.partition(" ")
-    types, key, whole = KINDS[kind]
-    known = [t for t in types if language.id_for_node_kind(t, True) is not None]
-    query = tree_sitter.Query(language, "[" + " ".join(f"({t})" for t in known) + "] @node")
-    found = tree_sitter.QueryCursor(query).captures(node).get("node", [])
+    _, key, whole = KINDS[kind]
+    found = tree_sitter.QueryCursor(_query(language, kind)).captures(node).get("node", [])
     return [n for n in found if n != node and (key(n) == text if whole else key(n).startswith(text))]
 
 
-def _find(edit: Edit, language: tree_sitter.Language, node: tree_sitter.Node) -> tree_sitter.Node:
+def _find(edit: Edit, node: tree_sitter.Node) -> tree_sitter.Node:
     for i, step in enumerate(edit.anchor):
-        found = _matches(language, node, step)
+        found = _matches(edit.language, node, step)
         if len(found) != 1:
             where = " in ".join([repr(s) for s in reversed(edit.anchor[:i])] + [edit.file])
             raise TreeError(
-                f"edit {edit.name!r}: {len(found) or 'no'} anchor{'s' * (len(found) > 1)} {step!r} in {where}; this tree"
-                " differs too much from those of ggml/upstream.toml: adapt the edit's anchor in ggml/edits.toml"
+                f"edit {edit.name!r}: {len(found) or 'no'} anchor{'s' * (len(found) > 1)} {step!r} in {where}; this"
+                " tree differs too much from those of ggml/upstream.toml: adapt the edit's anchor in ggml/edits.toml"
             )
         node = found[0]
     return node
@@ -272,12 +279,11 @@ def _find(edit: Edit, language: tree_sitter.Language, node: tree_sitter.Node) ->
 
 def insert(data: bytes, wanted: list[Edit]) -> bytes:
     """The bytes of one upstream file with the blocks of its edits put in; TreeError where an anchor is not found."""
-    language = _language(wanted[0].language)
     lines = _lines(data)
-    tree = tree_sitter.Parser(language).parse(data.replace(b"\r\n", b"\n"))
+    tree = tree_sitter.Parser(_language(wanted[0].language)).parse(data.replace(b"\r\n", b"\n"))
     blocks: list[tuple[int, str]] = []
     for edit in wanted:
-        node = _find(edit, language, tree.root_node)
+        node = _find(edit, tree.root_node)
         first, last = node.start_point.row, node.end_point.row - (node.end_point.column == 0)
         before, after = (
             lines[first][: node.start_point.column],
@@ -308,6 +314,8 @@ def insert(data: bytes, wanted: list[Edit]) -> bytes:
 
 def strip(data: bytes, file: str) -> bytes:
     """The bytes of one file without the blocks that `insert` put in."""
+    if _MARK.encode() not in data:
+        return data
     kept: list[bytes] = []
     inside = False
     for line in _lines(data):
@@ -377,7 +385,7 @@ def ggml_root(tree: Path) -> Path:
     )
 
 
-def _place(tree: Path, file: str) -> Path:
+def place(tree: Path, file: str) -> Path:
     """Where a file of the patch lies in a tree; refuses paths that lead out of the tree."""
     relative = PurePosixPath(file)
     if relative.is_absolute() or ".." in relative.parts:
@@ -401,7 +409,7 @@ def _read(path: Path) -> bytes | None:
 
 def _plan(tree: Path, remove: bool = False) -> list[Change]:
     tree = tree.resolve()
-    manifest = _place(tree, MANIFEST)
+    manifest = place(tree, MANIFEST)
     old_manifest = (_read(manifest) or b"").decode().splitlines()
     hooked = [line[2:] for line in old_manifest if line.startswith("# ")]
     copied = {line[66:]: line[:64] for line in old_manifest if not line.startswith("#")}
@@ -412,7 +420,7 @@ def _plan(tree: Path, remove: bool = False) -> list[Change]:
         for edit in edits():
             wanted.setdefault(edit.file, []).append(edit)
     for file in list(wanted):
-        data = _read(_place(tree, file))
+        data = _read(place(tree, file))
         if data is not None:
             stripped = strip(data, file)
             content[file] = insert(stripped, wanted[file]) if wanted[file] else stripped
@@ -427,7 +435,7 @@ def _plan(tree: Path, remove: bool = False) -> list[Change]:
 
     changes = []
     for file, new in content.items():
-        path = _place(tree, file)
+        path = place(tree, file)
         old = _read(path)
         if old == new:
             continue
@@ -467,14 +475,16 @@ def _apply(changes: list[Change]) -> list[Change]:
                 if change.new is None:
                     change.path.unlink()
                 else:
-                    os.replace(staged.pop(change.path), change.path)
+                    os.replace(staged[change.path], change.path)
+                    del staged[change.path]
         except BaseException:
             for change in reversed(done):
                 if change.old is None:
                     change.path.unlink(missing_ok=True)
                 elif _read(change.path) != change.old:
                     stage(change.path, change.old)
-                    os.replace(staged.pop(change.path), change.path)
+                    os.replace(staged[change.path], change.path)
+                    del staged[change.path]
             for temporary in staged.values():
                 temporary.unlink(missing_ok=True)
             for folder in reversed(made):
@@ -490,13 +500,12 @@ def copy(source: Path, tree: Path, root: Path = ROOT) -> Path:
     """A patched copy at `tree` of what a build needs of a user's tree, brought up to date; `source` is only read."""
     source = source.resolve()
     ggml = ggml_root(source)
-    wanted = [file for part in ("cmake", "include", "src") for file in (ggml / part).rglob("*")]
-    wanted += [*ggml.glob("*.txt"), *ggml.glob("*.in"), *(source / "tests").glob("test-backend-ops.cpp")]
-    wanted += [
-        _place(source, line[66:])
-        for line in (_read(ggml / MANIFEST) or b"").decode().splitlines()
-        if line[64:66] == "  "
-    ]
+    parts = {ggml / "cmake", ggml / "include", ggml / "src", source / "include", source / "src"}
+    wanted = [file for part in parts for file in part.rglob("*")]
+    wanted += [file for folder in {ggml, source} for pattern in ("*.txt", "*.in") for file in folder.glob(pattern)]
+    wanted += (source / "tests").glob("test-backend-ops.cpp")
+    manifest = (_read(ggml / MANIFEST) or b"").decode().splitlines()
+    wanted += [place(source, line[66:]) for line in manifest if not line.startswith("#")]
     with lock(root), _os_errors(f"cannot copy {source} to {tree}"):
         tree.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=tree.parent) as folder:

@@ -12,8 +12,10 @@ foreach (line IN LISTS lines)
         set(file ${CMAKE_CURRENT_LIST_DIR}/../../${path}) # tests/ of a llama.cpp tree
     endif()
     list(APPEND files ${file})
-    file(SHA256 ${file} hash)
-    string(APPEND listing "${hash}  ${path}\n")
+    if (CMAKE_SCRIPT_MODE_FILE)
+        file(SHA256 ${file} hash)
+        string(APPEND listing "${hash}  ${path}\n")
+    endif()
 endforeach()
 
 if (CMAKE_SCRIPT_MODE_FILE)
