@@ -1,6 +1,6 @@
 #include "fattn-back.cuh"
 #include "fattn-back-rows.cuh"
-#include "ggml-flash-attn-back-source.h"
+#include "ggml-backend.h"
 
 #include <cstdlib>
 #include <cstring>
@@ -80,10 +80,6 @@ static const char * fattn_back_path_name(ggml_backend_dev_t dev, const ggml_tens
     return path != nullptr ? path->name : nullptr;
 }
 
-static const char * fattn_back_source() {
-    return GGML_FLASH_ATTN_BACK_SOURCE;
-}
-
 void * ggml_cuda_flash_attn_back_get_proc_address(const char * name) {
     if (strcmp(name, "ggml_backend_flash_attn_back_refusal") == 0) {
         return (void *) fattn_back_refusal;
@@ -92,7 +88,7 @@ void * ggml_cuda_flash_attn_back_get_proc_address(const char * name) {
         return (void *) fattn_back_path_name;
     }
     if (strcmp(name, "ggml_backend_flash_attn_back_source") == 0) {
-        return (void *) fattn_back_source;
+        return (void *) ggml_cuda_flash_attn_back_source;
     }
     return nullptr;
 }

@@ -9,3 +9,6 @@ bool ggml_cuda_flash_attn_back_supported(int device, const ggml_tensor * dst);
 
 // the functions of ggml-flash-attn-back.h by name, NULL for other names
 void * ggml_cuda_flash_attn_back_get_proc_address(const char * name);
+
+// digest of the sources that this library was built from
+const char * ggml_cuda_flash_attn_back_source();
