@@ -11,6 +11,7 @@ import json
 import os
 import shlex
 import subprocess
+import sys
 import sysconfig
 import tempfile
 import time
@@ -31,6 +32,7 @@ from .inputs import Inputs, blank
 
 ROOT = Path(__file__).resolve().parent.parent
 MODULE = "_pyharness_ggml"
+STRUCTS = ("struct ggml_tensor", "struct ggml_init_params", "struct ggml_flash_attn_back_params")
 
 GUARD = 1024  # bytes of guard on each side of a tensor
 GUARD_BYTE = 0xFF  # NaN in every floating-point type
@@ -72,13 +74,11 @@ class Library:
         self.directory = directory
         self.ffi: cffi.FFI = module.ffi
         self.c: Any = module.lib
-        self.on_abort: Callable[[str], None] | None = (
-            None  # called with the message before a failed GGML_ASSERT ends the process
-        )
+        # told the message of a failed GGML_ASSERT before it ends the process
+        self.on_abort: Callable[[str], None] = lambda message: print(message, file=sys.stderr, flush=True)
 
         def aborted(message: Any) -> None:
-            if self.on_abort:
-                self.on_abort(self.text(message) or "")
+            self.on_abort(self.text(message) or "")
 
         self.ffi.def_extern("pyharness_aborted")(aborted)
         self.c.pyharness_attach()
@@ -95,7 +95,7 @@ class Library:
         if Library._open is None:
             extension = build_extension(directory)
             _load_shared(directory)
-            Library._open = Library(directory, _import_extension(extension))
+            Library._open = Library(directory, import_extension(extension))
         elif Library._open.directory != directory:
             raise errors.Environment(
                 f"{Library._open.directory} is loaded already", "use a process for each set of libraries"
@@ -362,6 +362,8 @@ class Session:
         c = self._c = library.c
         self._node = _Node(library, inputs)
         self.back = self._node.back
+        self.sources = self._node.tensors  # the node's sources by name
+        self.storages = self._node.storages  # the memory that they view
         self.graph = c.ggml_new_graph_custom(self._node.ctx, 16, False)
         c.ggml_build_forward_expand(self.graph, self.back)
         self.path = library._path(library.handle(device), self.back)
@@ -397,10 +399,10 @@ class Session:
             place(tensor, places[name])
         for tensor in node.tensors.values():
             c.ggml_backend_view_init(tensor)
-        self._guards = {}
+        self.guards = {}
         for name, (start, stop) in guards.items():
-            self._guards[name] = c.ggml_new_tensor_1d(node.ctx, c.GGML_TYPE_I8, stop - start)
-            place(self._guards[name], start)
+            self.guards[name] = c.ggml_new_tensor_1d(node.ctx, c.GGML_TYPE_I8, stop - start)
+            place(self.guards[name], start)
         c.ggml_backend_buffer_clear(self._buffer, GUARD_BYTE)
 
     def _upload(self) -> None:
@@ -461,7 +463,7 @@ class Session:
             unwritten={part: int(np.count_nonzero(array.view(np.uint32) == POISON)) for part, array in parts.items()},
             guards=[
                 name
-                for name, tensor in self._guards.items()
+                for name, tensor in self.guards.items()
                 if (self.library.download(tensor, np.uint8) != GUARD_BYTE).any()
             ],
             digests=digests,
@@ -583,7 +585,8 @@ def _load_shared(directory: Path) -> None:
             ) from None
 
 
-def _import_extension(path: Path) -> Any:
+def import_extension(path: Path) -> Any:
+    """The cffi module of a built extension; the libraries must be mapped. Raises errors.Environment."""
     loader = importlib.machinery.ExtensionFileLoader(MODULE, str(path))
     spec = importlib.util.spec_from_file_location(MODULE, path, loader=loader)
     assert spec
@@ -592,4 +595,9 @@ def _import_extension(path: Path) -> Any:
         loader.exec_module(module)
     except ImportError as error:
         raise errors.Environment(f"{path}: {error}", "the libraries are older than the headers: build again") from None
+    try:
+        for name in STRUCTS:  # cffi compares layouts when a struct is first used
+            module.ffi.sizeof(name)
+    except module.ffi.error as error:
+        raise errors.Environment(f"{path}: {error}", "headers and pyharness/ggml_cdef.py have drifted apart") from None
     return module

@@ -337,7 +337,7 @@ def execute(args: argparse.Namespace, selected: list[Case]) -> int:
             reporter.flush()
             os._exit(1)
 
-        library.on_abort = aborted
+        otherwise, library.on_abort = library.on_abort, aborted
         for device, case in work:
             reporter.start(case)
 
@@ -359,7 +359,7 @@ def execute(args: argparse.Namespace, selected: list[Case]) -> int:
             reporter.case(result)
             if stuck:
                 break
-        library.on_abort = None
+        library.on_abort = otherwise
         reporter.finish(results, len(work))
     save(watch.report())
     code = stopped or exit_code(results, args.strict)

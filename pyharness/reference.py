@@ -129,8 +129,12 @@ def backward(inputs: Inputs, progress: Callable[[float], None] | None = None) ->
     def work(task: tuple[int, int, slice]) -> list[tuple[int, slice, F64]]:
         """dK and dV of a block of keys, written in place; returns its share of dQ."""
         s, g, keys = task
+        low, high = max(keys.start, first), min(keys.stop, first + count)
+        owed = [part for part in ("dk", "dv") if part in parts and low < high]
+        if not owed and "dq" not in parts:
+            return []
         k, v = a.k(s, g, keys), a.v(s, g, keys)
-        dk, dv = np.zeros_like(k), np.zeros_like(v)
+        sums = {"dk": np.zeros_like(k), "dv": np.zeros_like(v)}
         shares = []
         for h in range(g * a.group, (g + 1) * a.group):
             for rows in a.row_blocks():
@@ -143,30 +147,28 @@ def backward(inputs: Inputs, progress: Callable[[float], None] | None = None) ->
                     p -= np.where(np.isneginf(lse[s, h, rows]), 0, lse[s, h, rows])[:, None]
                 np.exp(p, out=p)
                 d = a.d(s, h, rows)
-                dv += p.T @ d
+                if "dv" in owed:
+                    sums["dv"] += p.T @ d
                 ds = d @ v.T
                 ds -= d_sum[s, h, rows, None]
                 ds *= p
                 if factor is not None:
                     ds *= factor
-                dk += ds.T @ q
+                if "dk" in owed:
+                    sums["dk"] += ds.T @ q
                 if "dq" in parts:
                     shares.append((h, rows, ds @ k))
-        low, high = max(keys.start, first), min(keys.stop, first + count)
-        if low < high:
-            inside, outside = slice(low - keys.start, high - keys.start), slice(low - first, high - first)
-            if "dk" in parts:
-                parts["dk"][s, g, outside] = inputs.scale * dk[inside]
-            if "dv" in parts:
-                parts["dv"][s, g, outside] = dv[inside]
+        inside, outside = slice(low - keys.start, high - keys.start), slice(low - first, high - first)
+        for part in owed:
+            parts[part][s, g, outside] = sums[part][inside]
         return shares
 
     for i, ((s, _, _), shares) in enumerate(_ordered(work, tasks)):
         for h, rows, share in shares:
             parts["dq"][s, h, rows] += share
         report(0.3 + 0.7 * (i + 1) / len(tasks))
-    if "dq" in parts:
-        parts["dq"] *= inputs.scale
+    for part in parts.keys() & {"dq", "dk"}:
+        parts[part] *= inputs.scale
     parts["lse"], parts["d"] = lse, d_sum
     if "dsinks" in inputs.grads:
         assert inputs.sinks is not None

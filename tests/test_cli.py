@@ -1,0 +1,269 @@
+"""Exit codes, streams and formats of the command line."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from attention import small
+
+from pyharness import cases, cli, errors, ggml, oracle, report
+
+CASE = "FLASH_ATTN_BACK(hsk=16,hsv=16,nh=4,nhkv=2,kv=20,nb=7,type_K=f32,type_V=f32)"
+pytestmark = pytest.mark.usefixtures("library")
+
+ORACLE = ["oracle", "-b", "CPU", "--no-receipt"]
+
+
+def process(*words: str, program: str = "", **variables: str) -> subprocess.CompletedProcess[str]:
+    """The command line in a process of its own."""
+    command = [sys.executable, *(["-c", program] if program else ["-m", "pyharness"]), *words]
+    environment = {**os.environ, **variables}
+    return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ggml.ROOT, check=False)
+
+
+def test_help_lists_the_verbs_and_the_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["--help"])
+    assert caught.value.code == 0
+    text = capsys.readouterr().out
+    for verb in cli.VERBS:
+        assert f"  {verb} " in text
+    assert "130 interrupted" in text
+
+
+@pytest.mark.parametrize("verb", ["doctor", "oracle", "grad", "support", "list"])
+def test_every_verb_has_help(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main([verb, "--help"])
+    assert caught.value.code == 0
+    assert f"python -m pyharness {verb}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("words", [[], ["orcale"], ["oracle", "--frobnicate"], ["oracle", "--output", "xml"]])
+def test_a_wrong_command_line_is_exit_2(words: list[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(words)
+    assert caught.value.code == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (["-o", "("], 2, "not a regular expression"),
+        (["-p", "hsk=65"], 5, "did you mean"),
+        (["-o", "FLASH_ATTN_BAK"], 5, "did you mean FLASH_ATTN_BACK"),
+        (["-o", CASE.replace("nhkv=2", "nhkv=3")], 2, "nhkv=3: must be a divisor of nh=4"),
+        (["--case-file", "/nonexistent.def"], 2, "/nonexistent.def"),
+        (["-o", CASE, "-b", "CUDA9"], 3, "no device CUDA9"),
+        (["-o", CASE, "--libs", "/nonexistent"], 3, "no libggml-base.so"),
+        (["-o", CASE, "--preset", "nonexistent"], 3, "preset nonexistent is not built"),
+    ],
+)
+def test_what_is_wrong_has_its_exit_code_and_is_said_on_stderr(
+    capsys: pytest.CaptureFixture[str], words: list[str], code: int, said: str
+) -> None:
+    assert cli.main(["oracle", "--no-receipt", *words]) == code
+    streams = capsys.readouterr()
+    assert said in streams.err
+    assert not streams.out
+
+
+def test_a_case_that_passes_is_exit_0_and_shows_every_part(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([*ORACLE, "-o", CASE]) == 0
+    out = capsys.readouterr().out
+    assert f"ok          CPU {CASE}" in out
+    for part in ("dq", "dk", "dv", "lse", "d"):
+        assert f"{part} " in out
+    assert "1 cases: 1 ok, 0 failed, 0 unsupported, 0 skipped" in out
+
+
+def test_a_case_that_fails_is_exit_1_and_stands_at_the_end(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cases, "limits", lambda *_: {"nmse": 1e-30, "zero": 1e-30})
+    assert cli.main([*ORACLE, "-o", CASE]) == 1
+    out = capsys.readouterr().out
+    assert f"python -m pyharness oracle -b CPU --seed 0 -o '{CASE}'" in out
+    assert out.splitlines()[-1].startswith(f"  failed CPU {CASE}: dq: NMSE")
+
+
+def test_strict_makes_what_does_not_run_a_failure(
+    library: ggml.Library, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = CASE.replace("hsk=16,hsv=16", "hsk=8,hsv=8")
+    refuse = lambda _, shape: "too small" if getattr(shape, "hsk", 16) == 8 else None  # noqa: E731
+    monkeypatch.setattr(library, "refusal", refuse)
+    words = [*ORACLE, "-o", f"{CASE},{other}"]
+    assert cli.main(words) == 0
+    assert "CPU: 1 not run: too small" in capsys.readouterr().out
+    assert cli.main([*words, "--strict"]) == 1
+    assert cli.main([*ORACLE, "-o", other]) == 3
+
+
+def test_json_holds_every_figure(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([*ORACLE, "-o", CASE, "--output", "json", "--seed", "5"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert (document["schema_version"], document["seed"]) == (report.SCHEMA_VERSION, 5)
+    (result,) = document["results"]
+    assert result["case"] == CASE
+    assert result["seed"] == small().seed(5)
+    assert set(result["parts"]) == {"dq", "dk", "dv", "lse", "d"}
+    assert result["parts"]["dq"]["limit"] == 1e-5
+    assert len(result["digest"]) == 64
+
+
+def test_csv_has_a_row_for_each_part(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([*ORACLE, "-o", CASE, "--output", "csv"]) == 0
+    rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+    assert [row["part"] for row in rows] == ["dq", "dk", "dv", "lse", "d"]
+    assert {row["status"] for row in rows} == {"ok"}
+    assert all(float(row["nmse"]) < 1e-5 for row in rows)
+
+
+def test_markdown_is_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([*ORACLE, "-o", CASE, "--output", "md"]) == 0
+    lines = capsys.readouterr().out.strip().splitlines()
+    assert len(lines) == 3
+    assert len({line.count("|") for line in lines}) == 1
+    assert f"`{CASE}`" in lines[2]
+
+
+def test_list_prints_cases_that_can_be_pasted(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["list", "-p", "mask=docs"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines
+    for line in lines:
+        assert str(cases.Case.parse(line)) == line
+    assert cli.main(["list", "--seeds", "--seed", "3", "-o", CASE]) == 0
+    assert capsys.readouterr().out.split() == [f"{small().seed(3):020d}", CASE]
+
+
+def test_doctor_names_devices_paths_and_sources(library: ggml.Library, capsys: pytest.CaptureFixture[str]) -> None:
+    code = cli.main(["doctor", "-b", "CPU"])
+    out = capsys.readouterr().out
+    assert code == (0 if "not the tree's" not in out else 3)
+    assert f"library   ggml {library.version}" in out
+    assert "device    CPU" in out
+    assert "cases: path cpu" in out
+
+
+def test_doctor_without_a_build_is_exit_3(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert cli.main(["doctor", "--libs", str(tmp_path)]) == 3
+    assert "no libggml-base.so" in capsys.readouterr().out
+
+
+def test_there_is_no_colour_and_no_progress_bar_without_a_terminal() -> None:
+    done = process(*ORACLE, "-o", CASE)
+    assert done.returncode == 0
+    assert "\x1b" not in done.stdout + done.stderr
+
+
+def test_colour_can_be_forced_and_forbidden() -> None:
+    assert "\x1b[32m" in process(*ORACLE, "-o", CASE, FORCE_COLOR="1").stdout
+    assert "\x1b[32m" not in process(*ORACLE, "-o", CASE, FORCE_COLOR="1", NO_COLOR="1").stdout
+
+
+def test_a_receipt_is_written_and_named_on_stderr(library: ggml.Library, tmp_path: Path) -> None:
+    done = process("oracle", "-b", "CPU", "-o", CASE, "--receipts", str(tmp_path))
+    if library.source != ggml_tree_digest():
+        assert done.returncode == 3
+        return
+    assert done.returncode == 0, done.stderr
+    (path,) = tmp_path.glob("*-oracle-*.json")
+    assert str(path) in done.stderr
+    assert CASE in path.read_text()
+
+
+def ggml_tree_digest() -> str:
+    from pyharness import digest
+
+    return digest.patch_digest()
+
+
+LONG = "FLASH_ATTN_BACK(hsk=256,hsv=256,nh=32,nhkv=1,kv=8000,nb=4000,type_K=f32,type_V=f32)"
+
+
+def test_an_interrupt_reports_what_was_done_and_is_exit_130() -> None:
+    command = [sys.executable, "-m", "pyharness", *ORACLE, "-o", f"{CASE},{LONG}"]
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, cwd=ggml.ROOT
+    ) as running:
+        assert running.stdout
+        assert CASE in running.stdout.readline()
+        time.sleep(0.5)
+        running.send_signal(signal.SIGINT)
+        out, _ = running.communicate(timeout=60)
+        code = running.returncode
+    assert code == errors.INTERRUPTED
+    assert "stopped after 1 of 2 cases" in out
+    assert "1 cases: 1 ok" in out
+
+
+def test_a_case_that_does_not_end_is_ended_by_the_watchdog() -> None:
+    done = process(*ORACLE, "-o", f"{LONG},{CASE}", "--timeout", "1")
+    assert done.returncode == 1
+    assert "no answer within 1 s" in done.stdout
+    assert "stopped after 1 of 2 cases" in done.stdout
+
+
+ABORT = """
+import sys
+from pyharness import cli, ggml
+run = ggml.Session.compute
+def compute(session):
+    if session.inputs.case.hsk == 8:
+        session.library.c.ggml_flash_attn_back_set_prec(session.sources["q"], 0)
+    return run(session)
+ggml.Session.compute = compute
+sys.exit(cli.main(sys.argv[1:]))
+"""
+
+
+def test_a_failed_assertion_of_ggml_is_a_failed_case_with_its_message() -> None:
+    other = CASE.replace("hsk=16,hsv=16", "hsk=8,hsv=8")
+    done = process(*ORACLE, "-o", f"{CASE},{other},{CASE.replace('nb=7', 'nb=3')}", program=ABORT)
+    assert done.returncode == 1
+    assert "ggml aborted" in done.stdout
+    assert "GGML_ASSERT(back->op == GGML_OP_FLASH_ATTN_BACK)" in done.stdout
+    assert "stopped after 2 of 3 cases" in done.stdout
+    assert f"  failed CPU {other}" in done.stdout
+
+
+def test_results_are_the_same_whatever_else_is_selected(capsys: pytest.CaptureFixture[str]) -> None:
+    digests = []
+    for words in (["-o", CASE], ["-o", f"{CASE.replace('nb=7', 'nb=3')},{CASE}"]):
+        assert cli.main([*ORACLE, *words, "--output", "json"]) == 0
+        results = json.loads(capsys.readouterr().out)["results"]
+        digests.append(next(result["digest"] for result in results if result["case"] == CASE))
+    assert digests[0] == digests[1]
+
+
+def test_repeats_are_compared_bit_by_bit(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([*ORACLE, "-o", CASE, "--repeat", "10", "--output", "json"]) == 0
+    (result,) = json.loads(capsys.readouterr().out)["results"]
+    assert (result["repeats"], result["distinct"]) == (10, 1)
+
+
+def test_different_bits_in_repeats_fail_the_case(
+    library: ggml.Library, cpu: ggml.Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, count = ggml.Session.result, iter(range(9))
+
+    def changing(session: ggml.Session) -> ggml.Result:
+        result = whole(session)
+        result.digest += str(next(count))
+        return result
+
+    monkeypatch.setattr(ggml.Session, "result", changing)
+    found = oracle.check(library, cpu, small(), 0, repeats=3)
+    assert (found.status, found.reason) == ("failed", "3 different results in 3 runs")

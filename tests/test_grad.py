@@ -1,0 +1,171 @@
+"""Finite differences through autodiff, and the shape of the backward graph."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from attention import case, last_words, parameters, small
+
+from pyharness import cases, ggml, gradcheck, inputs, reference
+from pyharness.cases import Case
+
+LISTED = [(str(c), graph) for c in cases.load(cases.GRAD) for graph in gradcheck.graphs(c)]
+
+
+@pytest.mark.parametrize(("text", "graph"), LISTED)
+def test_autodiff_agrees_with_finite_differences(
+    library: ggml.Library, cpu: ggml.Device, text: str, graph: str
+) -> None:
+    found = gradcheck.check(library, cpu, Case.parse(text), 0, graph, samples=60)
+    assert found.status == "ok", found.reason
+
+
+def test_a_wrong_gradient_is_found(library: ggml.Library, cpu: ggml.Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    loss = gradcheck._Problem.loss
+    monkeypatch.setattr(gradcheck._Problem, "loss", lambda self, values: 1.01 * loss(self, values))
+    found = gradcheck.check(library, cpu, small(), 0, samples=10)
+    assert found.status == "failed"
+    assert "dq: NMSE" in found.reason
+
+
+def test_the_wanted_gradients_of_the_node_are_minimal(library: ggml.Library, cpu: ggml.Device) -> None:
+    for grads in ("q", "k", "qv", "s"):
+        found = gradcheck.check(library, cpu, small(sinks=1, grads=grads), 0, samples=5)
+        assert found.status == "ok", found.reason
+
+
+class Graph:
+    """A graph without memory that is freed at the end of a test."""
+
+    def __init__(self, library: ggml.Library) -> None:
+        self.c, self.ffi = library.c, library.ffi
+        memory = {"mem_size": 64 << 20, "mem_buffer": self.ffi.NULL, "no_alloc": True}
+        self.ctx = self.c.ggml_init(memory)
+
+    def tensor(self, *ne: int, kind: str = "f32", param: bool = False) -> Any:
+        made = self.c.ggml_new_tensor_4d(self.ctx, int(cases.TYPES[kind]), *ne, *[1] * (4 - len(ne)))
+        if param:
+            self.c.ggml_set_param(made)
+        return made
+
+    def attend(self, q: Any, k: Any, v: Any, mask: Any = None) -> Any:
+        return self.c.ggml_flash_attn_ext(self.ctx, q, k, v, mask or self.ffi.NULL, 0.25, 0.0, 0.0)
+
+    def backward(self, out: Any, size: int) -> Any:
+        loss = self.c.ggml_sum(self.ctx, out)
+        self.c.ggml_set_loss(loss)
+        graph = self.c.ggml_new_graph_custom(self.ctx, size, True)
+        self.c.ggml_build_forward_expand(graph, loss)
+        self.c.ggml_build_backward_expand(self.ctx, graph, self.ffi.NULL)
+        return graph
+
+    def nodes(self, graph: Any) -> list[Any]:
+        return [self.c.ggml_graph_node(graph, i) for i in range(self.c.ggml_graph_n_nodes(graph))]
+
+
+@pytest.fixture
+def made(library: ggml.Library) -> Any:
+    graph = Graph(library)
+    yield graph
+    graph.c.ggml_free(graph.ctx)
+
+
+def test_u01_u02_a_cache_written_through_set_rows_is_refused_by_the_name_of_the_operator(made: Graph) -> None:
+    cache = made.tensor(64 * 2, 32, kind="f16")
+    rows = made.c.ggml_new_tensor_1d(made.ctx, made.c.GGML_TYPE_I64, 16)
+    new = made.tensor(64 * 2, 16, param=True)
+    written = made.c.ggml_set_rows(made.ctx, cache, new, rows)
+    k = made.c.ggml_permute(made.ctx, made.c.ggml_reshape_4d(made.ctx, written, 64, 2, 32, 1), 0, 2, 1, 3)
+    out = made.attend(made.tensor(64, 16, 14, param=True), k, k)
+    assert "SET_ROWS" in last_words(lambda: made.backward(out, 256))
+
+
+@pytest.mark.parametrize("layers", [1, 30])
+def test_u03_every_layer_gets_one_node(made: Graph, layers: int) -> None:
+    out = made.tensor(64, 16, 9, param=True)
+    for _ in range(layers):
+        k, v = made.tensor(64, 16, 3, param=True), made.tensor(64, 16, 3, param=True)
+        out = made.c.ggml_permute(made.ctx, made.attend(out, k, v), 0, 2, 1, 3)
+    graph = made.backward(out, 64 * layers)
+    backs = [node for node in made.nodes(graph) if node.op == made.c.GGML_OP_FLASH_ATTN_BACK]
+    assert len(backs) == layers
+
+
+def test_u03_a_graph_that_is_too_small_says_so(made: Graph) -> None:
+    out = made.attend(made.tensor(64, 16, 9, param=True), *(made.tensor(64, 16, 3, param=True) for _ in range(2)))
+    assert "cgraph" in last_words(lambda: made.backward(out, 6))
+
+
+def test_u62_the_mask_gets_no_gradient(made: Graph) -> None:
+    mask = made.tensor(16, 16, kind="f16", param=True)
+    q, k, v = made.tensor(64, 16, 9, param=True), made.tensor(64, 16, 3, param=True), made.tensor(64, 16, 3, param=True)
+    graph = made.backward(made.attend(q, k, v, mask), 256)
+    assert made.c.ggml_graph_get_grad(graph, q)
+    assert not made.c.ggml_graph_get_grad(graph, mask)
+
+
+def test_an_attention_that_nobody_differentiates_gets_no_node(made: Graph) -> None:
+    frozen = made.attend(made.tensor(64, 16, 9), made.tensor(64, 16, 3), made.tensor(64, 16, 3))
+    graph = made.backward(made.c.ggml_mul(made.ctx, frozen, made.tensor(64, 9, 16, param=True)), 256)
+    assert not [node for node in made.nodes(graph) if node.op == made.c.GGML_OP_FLASH_ATTN_BACK]
+
+
+@pytest.mark.parametrize(
+    "text", ["hsk=64,hsv=64,nh=4,nhkv=2,kv=50,nb=20,sinks=1", "hsk=32,hsv=32,nh=2,nhkv=2,kv=9,nb=9"]
+)
+def test_u08_the_allocator_lets_the_result_share_no_memory_with_a_source(
+    library: ggml.Library, cpu: ggml.Device, text: str
+) -> None:
+    """The sources are computed in the graph and read by nobody else: an in-place operator would take their memory."""
+    given = inputs.make(case(text + ",mask=none,type_K=f32,type_V=f32"), 0)
+    c, ffi = library.c, library.ffi
+    ctx = c.ggml_init({"mem_size": 1 << 20, "mem_buffer": ffi.NULL, "no_alloc": True})
+    names = [name for name in ("q", "k", "v", "sinks", "d") if getattr(given, name) is not None]
+    leaves, sources = {}, {}
+    for name in names:
+        array = getattr(given, name).view(np.float32)
+        leaves[name] = c.ggml_new_tensor_4d(ctx, c.GGML_TYPE_F32, *[*reversed(array.shape), 1, 1, 1][:4])
+        c.ggml_set_input(leaves[name])
+        sources[name] = c.ggml_scale(ctx, leaves[name], 1.0)
+    back = c.ggml_flash_attn_back(
+        ctx,
+        *(sources.get(name, ffi.NULL) for name in ("q", "k", "v", "mask", "sinks", "o", "d")),
+        parameters(sum(1 << cases.PARTS.index(part) for part in given.grads), given.scale),
+    )
+    c.ggml_set_output(back)
+    graph = c.ggml_new_graph_custom(ctx, 64, False)
+    c.ggml_build_forward_expand(graph, back)
+    backend = library.backend(cpu)
+    allocator = c.ggml_gallocr_new(c.ggml_backend_get_default_buffer_type(backend))
+    assert c.ggml_gallocr_alloc_graph(allocator, graph)
+    for name in names:
+        library.upload(leaves[name], np.ascontiguousarray(getattr(given, name)))
+    assert c.ggml_backend_graph_compute(backend, graph) == c.GGML_STATUS_SUCCESS
+    found = library.download(back, np.float32)
+    first = int(c.ggml_flash_attn_back_offset(back, 0)) // 4
+    dq = found[first : first + given.q.size].reshape(given.q.shape)
+    np.testing.assert_allclose(dq, reference.backward(given)["dq"], atol=1e-5)
+    c.ggml_gallocr_free(allocator)
+    c.ggml_backend_free(backend)
+    c.ggml_free(ctx)
+
+
+def test_every_node_stays_on_the_backend_that_a_scheduler_is_given(library: ggml.Library, cpu: ggml.Device) -> None:
+    made = Graph(library)
+    c = made.c
+    q = c.ggml_permute(made.ctx, made.tensor(32, 4, 8, param=True), 0, 2, 1, 3)
+    k, v = (c.ggml_cast(made.ctx, made.tensor(32, 16, 2, param=True), c.GGML_TYPE_F16) for _ in range(2))
+    graph = made.backward(made.attend(q, k, v), 256)
+    backend = library.backend(cpu)
+    for node in made.nodes(graph):
+        assert c.ggml_backend_supports_op(backend, node), library.text(c.ggml_op_name(node.op))
+    scheduler = c.ggml_backend_sched_new(
+        library.ffi.new("ggml_backend_t[]", [backend]), library.ffi.NULL, 1, 256, False, True
+    )
+    assert c.ggml_backend_sched_alloc_graph(scheduler, graph)
+    assert c.ggml_backend_sched_get_n_splits(scheduler) == 1
+    c.ggml_backend_sched_free(scheduler)
+    c.ggml_backend_free(backend)
+    c.ggml_free(made.ctx)

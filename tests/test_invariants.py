@@ -1,0 +1,171 @@
+"""Identities that need no reference, on the CPU."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+from attention import case, run, small
+
+from pyharness import ggml, inputs
+from pyharness.inputs import Inputs
+
+MASKS = ("none", "causal", "swa:5", "random", "rows", "docs:6", "bias")
+
+
+def f32(**changes: object) -> Inputs:
+    """Seeded F32 inputs without keys that no row sees."""
+    given = inputs.make(small(**{"nb": 20, "kv": 20, **changes}), 0)
+    seen = given.seen()[..., None]
+    given.k = np.where(seen, given.k, 0).astype(np.uint8)
+    given.v = np.where(seen, given.v, 0).astype(np.uint8)
+    return given
+
+
+def test_zero_incoming_gradient_gives_exact_zeros(library: ggml.Library) -> None:
+    given = f32(sinks=1, mask="random")
+    given.d[:] = 0
+    parts = run(library, given)
+    for part in ("dq", "dk", "dv", "d", "dsinks"):
+        assert not parts[part].any(), part
+
+
+def test_gradients_are_linear_in_the_incoming_gradient_to_the_bit_for_powers_of_two(library: ggml.Library) -> None:
+    given = f32(sinks=1)
+    once = run(library, given)
+    given.d *= np.float32(0.25)
+    quarter = run(library, given)
+    for part in ("dq", "dk", "dv", "d", "dsinks"):
+        np.testing.assert_array_equal(quarter[part], once[part] * np.float32(0.25), err_msg=part)
+
+
+def test_gradients_add_up(library: ggml.Library) -> None:
+    first, second = f32(), f32()
+    second.d = np.random.default_rng(1).standard_normal(second.d.shape, np.float32)
+    both = dataclasses.replace(first, d=first.d + second.d)
+    a, b, c = (run(library, given) for given in (first, second, both))
+    for part in ("dq", "dk", "dv"):
+        np.testing.assert_allclose(a[part] + b[part], c[part], atol=2e-5, err_msg=part)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_dv_sums_to_the_incoming_gradient_of_the_rows_that_see_a_key(library: ggml.Library, mask: str) -> None:
+    given = f32(mask=mask, mh=1)
+    parts = run(library, given)
+    d = np.where(np.isneginf(parts["lse"])[..., None], 0, given.d.transpose(0, 2, 1, 3).astype(np.float64))
+    s, h, hkv, _, _ = given.sizes
+    want = d.sum(axis=2).reshape(s, hkv, h // hkv, -1).sum(axis=2)
+    np.testing.assert_allclose(parts["dv"].astype(np.float64).sum(axis=2), want, atol=1e-4)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_dk_sums_to_zero_without_sinks_and_softcap(library: ggml.Library, mask: str) -> None:
+    parts = run(library, f32(mask=mask))
+    np.testing.assert_allclose(parts["dk"].astype(np.float64).sum(axis=2), 0, atol=1e-4)
+
+
+def test_equal_rows_of_v_give_no_gradient_to_q_and_k(library: ggml.Library) -> None:
+    given = f32()
+    v = given.v_f32().copy()
+    v[:] = v[:, :, :1]
+    given.v = v.view(np.uint8)
+    parts = run(library, given)
+    np.testing.assert_allclose(parts["dq"], 0, atol=1e-5)
+    np.testing.assert_allclose(parts["dk"], 0, atol=1e-5)
+
+
+def test_permuting_keys_permutes_their_gradients(library: ggml.Library) -> None:
+    given = f32(mask="random")
+    assert given.mask is not None
+    order = np.random.default_rng(0).permutation(given.sizes[4])
+    other = dataclasses.replace(
+        given, k=given.k[:, :, order].copy(), v=given.v[:, :, order].copy(), mask=given.mask[..., order].copy()
+    )
+    a, b = run(library, given), run(library, other)
+    np.testing.assert_allclose(b["dq"], a["dq"], atol=1e-5)
+    np.testing.assert_allclose(b["dk"], a["dk"][:, :, order], atol=1e-5)
+    np.testing.assert_allclose(b["dv"], a["dv"][:, :, order], atol=1e-5)
+
+
+def test_masked_keys_behind_the_others_change_nothing_and_get_exact_zeros(library: ggml.Library) -> None:
+    given = f32(mask="bias")
+    assert given.mask is not None
+    extra = 45
+    junk = np.full((*given.k.shape[:2], extra, given.k.shape[3]), 0xFF, np.uint8)
+    hidden = np.full((*given.mask.shape[:3], extra), -np.inf, np.float16)
+    longer = dataclasses.replace(
+        given,
+        case=given.case.replace(kv=given.case.kv + extra),
+        k=np.concatenate((given.k, junk), axis=2),
+        v=np.concatenate((given.v, junk), axis=2),
+        mask=np.concatenate((given.mask, hidden), axis=3),
+        kv_count=given.kv_count + extra,
+    )
+    a, b = run(library, given), run(library, longer)
+    keys = given.sizes[4]
+    for part in ("dq", "lse", "d"):
+        np.testing.assert_allclose(b[part], a[part], rtol=1e-5, atol=1e-6, err_msg=part)
+    for part in ("dk", "dv"):
+        np.testing.assert_allclose(b[part][:, :, :keys], a[part], atol=1e-6, err_msg=part)
+        assert not b[part][:, :, keys:].any(), part
+
+
+def test_grouped_heads_equal_repeated_kv_heads_summed_over_the_group(library: ggml.Library) -> None:
+    given = f32(nh=6, nhkv=2)
+    repeated = dataclasses.replace(
+        given,
+        case=given.case.replace(nhkv=6),
+        k=np.repeat(given.k, 3, axis=1),
+        v=np.repeat(given.v, 3, axis=1),
+    )
+    a, b = run(library, given), run(library, repeated)
+    np.testing.assert_array_equal(a["dq"], b["dq"])
+    for part in ("dk", "dv"):
+        s, _, keys, width = b[part].shape
+        np.testing.assert_allclose(a[part], b[part].reshape(s, 2, 3, keys, width).sum(axis=2), atol=1e-5)
+
+
+def test_several_sequences_equal_as_many_runs_of_one_to_the_bit(library: ggml.Library) -> None:
+    given = f32(ns=3, mask="random", ms=3)
+    assert given.mask is not None
+    together = run(library, given)
+    for s in range(3):
+        one = dataclasses.replace(
+            given,
+            case=given.case.replace(ns=1, ms=1),
+            q=given.q[s : s + 1],
+            k=given.k[s : s + 1],
+            v=given.v[s : s + 1],
+            d=given.d[s : s + 1],
+            mask=given.mask[s : s + 1],
+        )
+        for part, array in run(library, one).items():
+            np.testing.assert_array_equal(array[0], together[part][s], err_msg=part)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "hsk=64,hsv=64,nh=6,nhkv=2,kv=300,nb=70,mask=random,mh=6,sinks=1,ns=2",
+        "hsk=128,hsv=128,nh=8,nhkv=2,kv=1000,nb=33,type_K=q8_0,type_V=q8_0",
+        "hsk=576,hsv=512,nh=16,nhkv=1,kv=130,nb=40,vview=1",
+        "hsk=64,hsv=64,nh=1,nhkv=1,kv=2000,nb=1",
+        "hsk=64,hsv=64,nh=2,nhkv=1,kv=40,nb=700,mask=none,softcap=30",
+    ],
+)
+def test_any_number_of_threads_gives_the_same_bits(library: ggml.Library, cpu: ggml.Device, text: str) -> None:
+    given = inputs.make(case(text), 0)
+    digests = {threads: library.run(cpu, given, threads).digest for threads in (1, 2, 3, 16)}
+    assert len(set(digests.values())) == 1, digests
+
+
+def test_thirty_runs_give_the_same_bits(library: ggml.Library, cpu: ggml.Device) -> None:
+    given = inputs.make(case("hsk=128,hsv=128,nh=4,nhkv=2,kv=256,nb=128,sinks=1"), 0)
+    digests = set()
+    with library.prepare(cpu, given) as session:
+        for _ in range(30):
+            session.poison()
+            session.compute()
+            digests.add(session.result().digest)
+    assert len(digests) == 1
