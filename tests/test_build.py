@@ -1,0 +1,178 @@
+"""What the build makes: libraries that know their sources, a package for trainers, scripts that say what is missing."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pyharness import build, digest, tree
+from pyharness.digest import ROOT
+
+PRESETS = {"cpu": "llama-cpp-python", "cpu-ggml-python": "ggml-python"}
+
+
+def run(*command: str | Path, cwd: Path = ROOT, **env: str) -> str:
+    """Standard output of a command that must succeed."""
+    done = subprocess.run(
+        [str(word) for word in command], cwd=cwd, env=build.environment() | env, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def source_of(library: Path) -> str:
+    """What ggml_flash_attn_back_source() of a library returns, asked in a process of its own."""
+    code = "import ctypes, sys; f = ctypes.CDLL(sys.argv[1]).ggml_flash_attn_back_source; f.restype = ctypes.c_char_p; "
+    return run(sys.executable, "-c", code + "print(f().decode())", library).strip()
+
+
+@pytest.fixture(scope="module", params=PRESETS)
+def built(request: pytest.FixtureRequest) -> Path:
+    return build.build(request.param)
+
+
+# ---- libraries ----
+
+
+def test_library_was_built_from_the_sources_in_the_repository(built: Path) -> None:
+    assert source_of(built / "bin/libggml-base.so") == digest.patch_digest()
+
+
+def test_backend_ops_knows_the_cases(built: Path) -> None:
+    lines = run(built / "bin/test-backend-ops", "support", "-o", "FLASH_ATTN_BACK", "-b", "CPU").splitlines()
+    cases = [line for line in lines if "FLASH_ATTN_BACK(" in line]
+    assert len(cases) > 100
+    assert all("FLASH_ATTN_BACK(hsk=" in line for line in cases)
+
+
+def test_backend_ops_finds_the_gradients_by_finite_differences(built: Path) -> None:
+    output = run(built / "bin/test-backend-ops", "grad", "-o", "FLASH_ATTN_EXT_GRAD", "-b", "CPU")
+    assert "sinks=1" in output
+    assert "FAIL" not in output
+    assert "OK" in output
+
+
+def test_a_trainer_builds_against_the_installed_package_and_learns(built: Path, tmp_path: Path) -> None:
+    prefix = tmp_path / "prefix"
+    run("cmake", "--install", built, "--prefix", prefix)
+    assert (prefix / "include/ggml-flash-attn-back.h").is_file()
+    run(
+        "cmake",
+        "-G",
+        "Ninja",
+        "-S",
+        ROOT / "tests/consumer",
+        "-B",
+        tmp_path / "consumer",
+        f"-DCMAKE_PREFIX_PATH={prefix}",
+    )
+    run("cmake", "--build", tmp_path / "consumer")
+    output = run(tmp_path / "consumer/train")  # fails unless the loss falls
+    assert f"source {digest.patch_digest()}" in output
+    assert [line.partition(":")[0] for line in output.splitlines()[1:]] == ["f32", "f16", "bf16"]
+
+
+# ---- configuring ----
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    """A copy of what CMake reads of this repository, with the smaller upstream archive in its cache."""
+    copy = tmp_path / "repository"
+    for name in ("CMakeLists.txt", "CMakePresets.json", "cmake", "ggml", "pyharness", "train"):
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, copy / name)
+        elif (ROOT / name).is_file():
+            copy.mkdir(exist_ok=True)
+            shutil.copyfile(ROOT / name, copy / name)
+    archive = tree.fetch(tree.base("ggml-python"))
+    (copy / "build/cache").mkdir(parents=True)
+    shutil.copyfile(archive, copy / "build/cache" / archive.name)
+    return copy
+
+
+def configure(repository: Path, *options: str) -> Path:
+    folder = repository / "build/test"
+    run("cmake", "-G", "Ninja", "-S", repository, "-B", folder, f"-DPython3_EXECUTABLE={sys.executable}", *options)
+    return folder
+
+
+def test_an_edited_file_of_the_operator_is_built_by_the_next_build(repository: Path) -> None:
+    folder = configure(repository, "-DGGML_UPSTREAM=ggml-python")
+    run("cmake", "--build", folder, "--target", "ggml-base")
+    assert source_of(folder / "bin/libggml-base.so") == digest.patch_digest(repository)
+    with (repository / "ggml/include/ggml-flash-attn-back.h").open("a") as header:
+        header.write("// edited\n")
+    run("cmake", "--build", folder, "--target", "ggml-base")
+    assert source_of(folder / "bin/libggml-base.so") == digest.patch_digest(repository) != digest.patch_digest()
+    assert "no work to do" in run("cmake", "--build", folder, "--target", "ggml-base")
+
+
+def test_a_user_s_own_tree_is_built_from_a_patched_copy(repository: Path, tmp_path: Path) -> None:
+    pin = tree.base("ggml-python")
+    own = tmp_path / "own"
+    tree.unpack(tree.fetch(pin), pin.subdir, own)
+    before = {path: path.read_bytes() for path in own.rglob("*") if path.is_file()}
+    folder = configure(repository, f"-DGGML_UPSTREAM_DIR={own}")
+    assert {path: path.read_bytes() for path in own.rglob("*") if path.is_file()} == before
+    assert tree.check(folder / "upstream")
+    assert str(folder / "upstream/src") in (folder / "build.ninja").read_text()
+
+
+def test_a_tree_that_cannot_be_patched_stops_the_configuration_with_the_reason(
+    repository: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(AssertionError, match=r"no ggml or llama\.cpp checkout"):
+        configure(repository, f"-DGGML_UPSTREAM_DIR={tmp_path}")
+
+
+# ---- scripts ----
+
+
+def script(name: str, *args: str, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([str(ROOT / "scripts" / name), *args], env=os.environ | env, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("name", ["oracle", "test"])
+def test_script_without_python_says_so(name: str) -> None:
+    done = script(name, PYTHON="no-such-python")
+    assert done.returncode == 3
+    assert f"scripts/{name}: no no-such-python; install Python 3.10" in done.stderr
+
+
+def test_script_without_a_compiler_says_so() -> None:
+    done = script("oracle", CXX="no-such-compiler")
+    assert done.returncode == 3
+    assert "no compiler no-such-compiler; install one (Debian: apt install g++) or set CXX" in done.stderr
+
+
+def test_script_with_an_old_python_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "version_info", (3, 9, 2))
+    with pytest.raises(build.SetupError, match=r"Python 3\.10 or newer is needed"):
+        build.check_machine()
+
+
+def test_set_up_without_network_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "VENV", tmp_path / "venv")
+    monkeypatch.setattr(build, "PYTHON", tmp_path / "venv/bin/python")
+    monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
+    monkeypatch.setenv("PIP_RETRIES", "0")
+    with pytest.raises(build.SetupError, match="check the network and pip's settings"):
+        build.install()
+
+
+def test_two_runs_at_once_both_succeed() -> None:
+    command = [str(ROOT / "scripts/oracle"), "--help"]
+    runs = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) for _ in range(2)]
+    assert [(run.communicate(), run.returncode)[1] for run in runs] == [0, 0]
+
+
+def test_arguments_reach_the_oracle() -> None:
+    done = script("oracle", "-o", "no such case")
+    assert done.returncode == 5
+    assert "no case matches" in done.stderr
