@@ -143,10 +143,11 @@ class _Runner:
 
         def read() -> None:
             assert process.stdout is not None
-            for line in process.stdout:
-                lines.append(line.rstrip("\n"))
-                self._log.write(line)
-                self._log.flush()
+            with process.stdout:
+                for line in process.stdout:
+                    lines.append(line.rstrip("\n"))
+                    self._log.write(line)
+                    self._log.flush()
 
         reader = threading.Thread(target=read, daemon=True)
         reader.start()

@@ -38,6 +38,7 @@ REASONS = {  # nvmlClocksEventReasons
     32: "software thermal slowdown", 64: "hardware thermal slowdown", 128: "power brake", 256: "display clocks",
 }  # fmt: skip
 THROTTLED = 8 | 32 | 64 | 128
+_BODY = 65536  # bytes of a health answer that are read
 KEPT = 2000  # samples that a report lists; a longer run keeps of each stretch the one with most memory in use
 
 Reading = tuple[int | None, ...]  # FIELDS without t_ns; None = this GPU does not say
@@ -176,7 +177,9 @@ class Monitor:
         at = self.mark()
         try:
             with urllib.request.urlopen(self._url, timeout=max(self._health_period, 1.0)) as response:
-                response.read(65536)
+                data = response.read(_BODY)
+                if len(data) < _BODY and response.length:
+                    raise http.client.IncompleteRead(data, response.length)
                 self._polls.append((at, self.mark() - at, str(response.status)))
         except urllib.error.HTTPError as e:
             self._polls.append((at, None, str(e.code)))

@@ -18,6 +18,7 @@ import dataclasses
 import functools
 import json
 import math
+import os
 import statistics as stats
 import sys
 import time
@@ -44,6 +45,8 @@ FORMULA = (
     "pairs of all heads that the mask leaves"
 )
 FORMULA_FORWARD = "flop = 2 pairs (Dk + Dv); pairs of all heads that the mask leaves"
+
+NO_CEILINGS = {"compute_flop_per_s": None, "memory_bytes_per_s": None, "how": ""}
 
 # ---- statistics ----
 
@@ -114,7 +117,7 @@ def against_base(measurements: Sequence[dict[str, Any]], base: Document, throttl
 
 
 def sample(run: Callable[[], Sample], flush: Callable[[], None], runs: int, cold: bool) -> list[dict[str, Any]]:
-    """The timings of one subject: `runs` samples, or 20 and then more until half a second is full, at most 200."""
+    """The timings of one subject: `runs` samples, or 20 and more until a fifth of a second is full, at most 200."""
     timings = []
     for l2 in ("warm", "cold") if cold else ("warm",):
         for _ in range(WARMUPS):
@@ -122,7 +125,7 @@ def sample(run: Callable[[], Sample], flush: Callable[[], None], runs: int, cold
         found: list[Sample] = []
         begin = time.perf_counter()
         while len(found) < (runs or RUNS) or (
-            not runs and len(found) < 10 * RUNS and time.perf_counter() - begin < 0.5
+            not runs and len(found) < 10 * RUNS and time.perf_counter() - begin < 0.2
         ):
             if l2 == "cold":
                 flush()
@@ -275,8 +278,9 @@ def measure(case: Case, settings: Settings) -> Iterator[dict[str, Any]]:
     def peak(since: int, before: int | None) -> int | str | None:
         if watch.baseline is None:
             return None
+        end = watch.mark()
         watch.sample()
-        most = watch.peak(since, watch.mark())
+        most = watch.peak(since, end)
         return "unknown" if most is None or before is None else max(0, most - before)
 
     def begin() -> tuple[int, int | None]:
@@ -435,14 +439,52 @@ def run(args: argparse.Namespace) -> int:
         raise errors.Usage(f"--base {args.base}: not a receipt of perf")
     started, interrupted = time.time(), False
     measurements: list[dict[str, Any]] = []
-    limits: list[dict[str, Any]] = []
-    with monitor.from_args(args) as watch:
+    found: dict[str, Any] = {
+        "runs": args.runs,
+        "ceilings": {},
+        "throttled": None,
+        "measurements": measurements,
+        "base": None,
+    }
+    watch = monitor.from_args(args)
+
+    def finish(partial: bool) -> None:
+        found["throttled"] = watch.throttled if watch.baseline is not None else None
+        if base is not None:
+            found["base"] = against_base(measurements, base, throttled=bool(found["throttled"]))
+        _print(args.output, found, watch)
+        if not args.no_receipt:
+            files, seen = [args.case_file], watch.report()
+            path = receipt.write(
+                args.receipts,
+                "perf",
+                library,
+                [],
+                args.seed,
+                partial,
+                started,
+                time.time(),
+                files,
+                monitor=seen,
+                perf=found,
+            )
+            print(f"receipt {path}", file=sys.stderr, flush=True)
+
+    def aborted(message: str) -> None:
+        print(f"ggml aborted: {message.strip()}", file=sys.stderr)
+        finish(partial=True)
+        sys.stdout.flush()
+        os._exit(1)
+
+    with watch:
         library = options.library(args)
         receipt.check_source(library)
+        otherwise, library.on_abort = library.on_abort, aborted
         try:
             for device in options.devices(args, library):
-                limits.append(_given_ceilings(args) or ceilings(library, device, args.threads))
-                print(f"{device.name} {device.description}: {_ceiling_text(limits[-1])}", file=sys.stderr)
+                limits = _given_ceilings(args) or ceilings(library, device, args.threads)
+                found["ceilings"][device.name] = limits
+                print(f"{device.name} {device.description}: {_ceiling_text(limits)}", file=sys.stderr)
                 settings = Settings(
                     library=library,
                     device=device,
@@ -453,47 +495,23 @@ def run(args: argparse.Namespace) -> int:
                     error=args.error,
                     peers=tuple(dict.fromkeys(args.peer)),
                     budget=args.budget,
-                    ceilings=limits[-1],
+                    ceilings=limits,
                     monitor=watch,
                 )
                 for case in selected:
-                    print(f"{device.name} {case}", file=sys.stderr)
+                    print(f"{device.name} {case}", file=sys.stderr, flush=True)
                     for record in measure(case, settings):
                         measurements.append(record)
                         if args.output == "console":
                             print(_line(record), flush=True)
         except KeyboardInterrupt:
             interrupted = True
-    perf = {
-        "runs": args.runs,
-        "ceilings": limits[0] if limits else {"compute_flop_per_s": None, "memory_bytes_per_s": None, "how": ""},
-        "throttled": watch.throttled if watch.baseline is not None else None,
-        "measurements": measurements,
-        "base": None,
-    }
-    if base is not None:
-        perf["base"] = against_base(measurements, base, throttled=bool(perf["throttled"]))
-    _print(args.output, perf, watch)
-    if not args.no_receipt:
-        path = receipt.write(
-            args.receipts,
-            "perf",
-            library,
-            [],
-            args.seed,
-            interrupted,
-            started,
-            time.time(),
-            [args.case_file],
-            monitor=watch.report(),
-            perf=perf,
-        )
-        print(f"receipt {path}", file=sys.stderr)
+        library.on_abort = otherwise
+    finish(interrupted)
     if interrupted:
         return errors.INTERRUPTED
-    own = [r for r in measurements if r["who"] == OPERATOR]
     limit = cases.limits()["nmse"]
-    states = {statement.measured_status(r, limit) for r in own}
+    states = {statement.measured_status(r, limit) for r in measurements if r["who"] == OPERATOR}
     return 1 if "failed" in states else 0 if "ok" in states else errors.Environment.exit_code
 
 

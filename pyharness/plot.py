@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import csv
 import itertools
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -43,13 +44,18 @@ def _sweeps(measurements: Sequence[dict[str, Any]]) -> Iterator[tuple[str, list[
     for key in _AXES:
 
         def others(record: dict[str, Any], key: str = key) -> tuple[str, str]:
-            return record["device"], str(cases.Case.parse(record["case"]).replace(**{key: 1}))
+            return record["device"], without(record["case"], key)
 
         shaped = [r for r in measured if not cases.Case.parse(r["case"]).capture]
         for _, group in itertools.groupby(sorted(shaped, key=others), key=others):
             records = list(group)
             if len({r["case"] for r in records}) > 1:
                 yield key, records
+
+
+def without(case: str, key: str) -> str:
+    """A case string with the value of a key left open."""
+    return re.sub(rf"(?<=[(,]){key}=\d+", f"{key}=*", case)
 
 
 def _title(body: dict[str, Any], device: str) -> str:
@@ -98,9 +104,10 @@ def _sweep(body: dict[str, Any], key: str, records: list[dict[str, Any]], path: 
             times.plot(
                 *zip(*line, strict=True), color="gray", linestyle=dashes, label=f"{name.removesuffix('_ns')} floor"
             )
-    if body["perf"]["ceilings"]["compute_flop_per_s"]:
+    rate = body["perf"]["ceilings"][records[0]["device"]]["compute_flop_per_s"]
+    if rate:
         speeds.axhline(
-            float(body["perf"]["ceilings"]["compute_flop_per_s"]) / 1e12,
+            float(rate) / 1e12,
             color="gray",
             linestyle="--",
             label="compute ceiling",

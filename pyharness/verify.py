@@ -11,11 +11,14 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from . import cases, errors, signing, statement
 from .digest import ROOT
 from .statement import Document
+
+if TYPE_CHECKING:
+    from .ggml import Device, Library
 
 OK, FAILED, INVALID, STALE = 0, 1, 4, 6
 
@@ -226,51 +229,83 @@ def files(document: Document, root: Path = ROOT) -> list[Finding]:
 
 
 def _libraries(document: Document, libs: Path | None, root: Path) -> Iterator[Finding]:
+    absent = []
     for item in document["predicate"]["receipt"]["libraries"]:
         path = libs / item["name"] if libs else root / item["path"] if item["path"] else None
         if path is None or not path.is_file():
-            yield Finding("libraries", INVALID if libs else OK, f"{item['name']} is not here: not compared")
+            absent.append(item["name"])
         elif statement.sha256(path) != item["sha256"]:
-            yield Finding(
-                "libraries",
-                STALE,
-                f"{item['name']} here is not the library that ran; --sources-only leaves libraries alone",
-            )
+            text = f"{item['name']} here is not the library that ran; --sources-only leaves libraries alone"
+            yield Finding("libraries", STALE, text)
+    if absent:
+        yield Finding("libraries", INVALID if libs else OK, f"not here, so not compared: {', '.join(absent)}")
 
 
-def replay(document: Document, library: Any, count: int, threads: int = 0) -> list[Finding]:
-    """Run `count` of the receipt's cases again, chosen by its id. With the same libraries on the same device the bits
-    must be the same; otherwise every case must end as it did."""
-    from . import oracle
+def replay(document: Document, library: Library, count: int, threads: int = 0) -> list[Finding]:
+    """Run `count` of the receipt's cases, chosen by its id, again; a perf receipt's are timed again.
 
+    With the same libraries on the same device the bits must be the same; otherwise every case must end as it did. A
+    time is reproduced unless the intervals part and the medians differ by more than a quarter."""
     body = document["predicate"]["receipt"]
-    records = [r for r in body["cases"] if r["status"] in ("ok", "failed")]
+    measured = [r for r in (body["perf"] or {"measurements": []})["measurements"] if r["who"] == statement.OPERATOR]
+    records = [r for r in body["cases"] if r["status"] in ("ok", "failed")] + [r for r in measured if r["timings"]]
+    if not records:
+        return [Finding("replay", FAILED, "the receipt lists no case that ran")]
     chosen = random.Random(body["id"]).sample(records, min(count, len(records)))
     devices = {d.name: d for d in library.devices()}
-    same_build = {i["name"]: i["sha256"] for i in body["libraries"]} == {
-        i["name"]: i["sha256"] for i in statement.libraries(library)
-    }
     found = []
     for record in chosen:
-        name = statement.name_of(record)
         device = devices.get(record["device"])
         if device is None:
-            raise errors.Environment(f"cannot replay {name}: there is no device {record['device']} here")
-        then = next(d["description"] for d in body["devices"] if d["name"] == record["device"])
-        result = oracle.check(library, device, cases.Case.parse(record["case"]), body["seed"], threads=threads)
-        worst = max((p.nmse for p in result.parts.values()), default=float("nan"))
-        if result.status != record["status"]:
-            found.append(
-                Finding(
-                    "replay", FAILED, f"{name}: was {record['status']}, is {result.status} {result.reason}".rstrip()
-                )
-            )
-        elif same_build and device.description == then and result.digest != record["digest"]:
-            found.append(Finding("replay", FAILED, f"{name}: the same libraries gave other bits"))
-        else:
-            bits = "same bits" if result.digest == record["digest"] else "other bits, another build or device"
-            found.append(Finding("replay", OK, f"{name}: {result.status} again, worst NMSE {worst:.3g}, {bits}"))
-    return found or [Finding("replay", FAILED, "the receipt lists no case that ran")]
+            raise errors.Environment(f"cannot replay {statement.name_of(record)}: there is no {record['device']} here")
+        again = _replay_case if "status" in record else _replay_timing
+        code, text = again(record, body, library, device, threads)
+        found.append(Finding("replay", code, f"{statement.name_of(record)}: {text}"))
+    return found
+
+
+def _replay_case(
+    record: dict[str, Any], body: dict[str, Any], library: Library, device: Device, threads: int
+) -> tuple[int, str]:
+    from . import oracle
+
+    result = oracle.check(library, device, cases.Case.parse(record["case"]), body["seed"], threads=threads)
+    if result.status != record["status"]:
+        return FAILED, f"was {record['status']}, is {result.status} {result.reason}".rstrip()
+    then, now = ({i["name"]: i["sha256"] for i in items} for items in (body["libraries"], statement.libraries(library)))
+    described = next(d["description"] for d in body["devices"] if d["name"] == record["device"])
+    if result.digest != record["digest"] and then == now and described == device.description:
+        return FAILED, "the same libraries gave other bits"
+    worst = max((p.nmse for p in result.parts.values()), default=float("nan"))
+    bits = "same bits" if result.digest == record["digest"] else "other bits, another build or device"
+    return OK, f"{result.status} again, worst NMSE {worst:.3g}, {bits}"
+
+
+def _replay_timing(
+    record: dict[str, Any], body: dict[str, Any], library: Library, device: Device, threads: int
+) -> tuple[int, str]:
+    from . import monitor, perf
+
+    settings = perf.Settings(
+        library=library,
+        device=device,
+        seed=body["seed"],
+        threads=threads,
+        runs=body["perf"]["runs"],
+        cold=False,
+        error="none",
+        peers=(),
+        budget=float("inf"),
+        ceilings=perf.NO_CEILINGS,
+        monitor=monitor.Monitor(None, reason="a replay"),
+    )
+    (again,) = perf.measure(cases.Case.parse(record["case"]), settings)
+    if again["unavailable"]:
+        return FAILED, f"ran then, now {again['unavailable']}"
+    then, now = perf.best_clock(record, "warm"), perf.best_clock(again, "warm")
+    ratio, verdict = perf.compare(now, then)
+    text = f"{float(then['median_ns']) / 1e6:.4g} ms then, {float(now['median_ns']) / 1e6:.4g} ms now"
+    return FAILED if verdict != "undecided" and not 0.8 <= ratio <= 1.25 else OK, text
 
 
 def manifest_of(source: str, places: list[Path]) -> dict[str, str] | None:

@@ -1,0 +1,103 @@
+"""A checkout with receipts of real runs in it, for the receipt tests to copy, change and verify."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pyharness import ggml, statement
+from pyharness.digest import ROOT
+
+CASES = (
+    "FLASH_ATTN_BACK(hsk=64,hsv=64,nh=4,nhkv=2,kv=40,nb=8)",
+    "FLASH_ATTN_BACK(hsk=32,hsv=32,nh=4,nhkv=4,kv=50,nb=9,type_K=q8_0,type_V=q8_0,mask=swa:7,sinks=1)",
+    "FLASH_ATTN_BACK(capture=minilm-l0)",
+)
+KERNEL = "ggml/src/ggml-cpu/flash-attn-back.cpp"
+
+
+@dataclass
+class World:
+    """A checkout in git with an oracle and a perf receipt, both written in it by the command line."""
+
+    root: Path
+    oracle: Path
+    perf: Path
+
+    def run(self, *words: str) -> subprocess.CompletedProcess[str]:
+        """`python -m pyharness` of this checkout."""
+        environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+        return subprocess.run(
+            [sys.executable, "-m", "pyharness", *words], cwd=self.root, env=environment, capture_output=True, text=True
+        )
+
+    def verify(self, path: Path, *words: str) -> tuple[int, str]:
+        """Exit code and output of `receipt verify`."""
+        done = self.run("receipt", "verify", str(path), *words)
+        return done.returncode, done.stdout + done.stderr
+
+    def git(self, *words: str) -> str:
+        """git in this checkout, under a name of its own."""
+        named = ("-c", "user.name=t", "-c", "user.email=t@localhost", "-c", "core.autocrlf=false")
+        command = ["git", *named, "-C", str(self.root), *words]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+    def copy(self, to: Path) -> World:
+        """The same checkout elsewhere."""
+        shutil.copytree(self.root, to, symlinks=True)
+        return World(to, *(to / path.relative_to(self.root) for path in (self.oracle, self.perf)))
+
+    def edit(self, path: str, change: Callable[[bytes], bytes]) -> None:
+        """Rewrite a file's bytes."""
+        file = self.root / path
+        before = file.read_bytes()
+        after = change(before)
+        assert after != before
+        file.write_bytes(after)
+
+
+def change(path: Path, edit: Callable[[dict[str, Any]], None], seal: bool = False) -> None:
+    """Edit a receipt's document in place; with `seal` all that follows from its members is made to fit again."""
+    document = json.loads(path.read_bytes())
+    body = document["predicate"]["receipt"]
+    edit(body)
+    if seal:
+        for derived in ("id", "seals", "harness"):
+            del body[derived]
+        document = statement.seal(body, body["counts"]["listed"])
+    path.write_bytes(statement.canonical(document) + b"\n")
+
+
+def libraries() -> Path:
+    """The folder of the CPU build's libraries."""
+    return ggml.find_libraries(None, "cpu")
+
+
+def make(root: Path) -> World:
+    """Copy what a receipt stands on, commit it, run oracle and perf there."""
+    ignore = shutil.ignore_patterns("__pycache__")
+    for folder in ("ggml", "pyharness"):
+        shutil.copytree(ROOT / folder, root / folder, ignore=ignore)
+    (root / "tests/data").mkdir(parents=True)
+    shutil.copy(ROOT / "tests/data/minilm-l0.gguf", root / "tests/data")
+    (root / ".gitignore").write_text("__pycache__/\n")
+    world = World(root, Path(), Path())
+    world.git("init", "-q")
+    world.git("add", ".")
+    world.git("commit", "-q", "-m", "start")
+    common = ("-b", "CPU", "--threads", "1", "--libs", str(libraries()), "--receipts", str(root / "receipts"))
+    done = world.run("oracle", *common, "-o", ",".join(CASES))
+    assert done.returncode == 0, done.stdout + done.stderr
+    fast = ("--runs", "7", "--peer", "unfused", "--ceiling-tflops", "1", "--ceiling-gbs", "100")
+    done = world.run("perf", *common, *fast, "-o", ",".join(CASES[:2]))
+    assert done.returncode == 0, done.stdout + done.stderr
+    (world.oracle,) = (root / "receipts").glob("*-oracle-*.json")
+    (world.perf,) = (root / "receipts").glob("*-perf-*.json")
+    return world

@@ -1,0 +1,85 @@
+"""receipts/README.md and the receipts that the pages quote."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from receipt_world import KERNEL, World, make
+
+from pyharness import receipt
+from pyharness.digest import ROOT
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> World:
+    return make(tmp_path_factory.mktemp("receipts") / "checkout")
+
+
+@pytest.fixture
+def world(original: World, tmp_path: Path) -> World:
+    found = original.copy(tmp_path / "checkout")
+    found.git("add", "receipts")
+    return found
+
+
+def test_the_repository_has_a_current_index() -> None:
+    assert (ROOT / "receipts/README.md").read_text() == receipt.index()
+
+
+def test_no_page_of_the_repository_quotes_a_receipt_that_is_not_fresh() -> None:
+    assert list(receipt.quoted_problems()) == []
+
+
+def test_the_index_lists_what_ran_on_what_and_whether_it_still_holds(world: World) -> None:
+    done = world.run("receipt", "index")
+    assert (done.returncode, done.stdout) == (0, "receipts/README.md\n")
+    text = (world.root / "receipts/README.md").read_text()
+    rows = [line for line in text.splitlines() if line.startswith("| 20")]
+    assert len(rows) == 2
+    perf, oracle = rows  # newest first
+    assert re.search(r"\| oracle: 3 of 3 cases ok, worst NMSE [\d.e-]+ \| CPU [^|]+ \| PASSED \|", oracle)
+    assert "| perf: 2 shapes, with unfused |" in perf
+    assert f"({world.oracle.name}) | fresh |" in oracle
+    assert world.run("receipt", "index", "--check").returncode == 0
+
+    world.edit(KERNEL, lambda data: data + b"\n")
+    done = world.run("receipt", "index", "--check")
+    assert done.returncode == 6
+    assert "receipts/README.md is not current" in done.stderr
+    world.run("receipt", "index")
+    assert (world.root / "receipts/README.md").read_text().count("| stale |") == 2
+
+
+def test_an_edited_receipt_is_listed_as_invalid(world: World) -> None:
+    world.oracle.write_text(world.oracle.read_text().replace('"ok":3', '"ok":2'))
+    world.run("receipt", "index")
+    assert "| invalid |" in (world.root / "receipts/README.md").read_text()
+
+
+def test_receipts_that_git_does_not_track_are_not_listed(world: World) -> None:
+    before = receipt.index(world.root)
+    shutil.copy(world.oracle, world.oracle.with_name("20200101T000000Z-oracle-000000000000.json"))
+    assert receipt.index(world.root) == before
+    world.git("add", "receipts")
+    assert receipt.index(world.root) != before
+
+
+def test_a_quoted_receipt_must_be_there_and_fresh(world: World) -> None:
+    id12 = world.oracle.stem.rsplit("-", 1)[1]
+    (world.root / "docs").mkdir()
+    (world.root / "README.md").write_text(f"All pass (receipt `{id12}`).\n")
+    (world.root / "docs/performance.md").write_text(f"See [the receipt](../receipts/{world.perf.name}).\n")
+    assert list(receipt.quoted_problems(world.root)) == []
+    (world.root / "docs/old.md").write_text("receipt `0123456789ab`\n")
+    assert list(receipt.quoted_problems(world.root)) == ["docs/old.md quotes receipt 0123456789ab, which is missing"]
+    (world.root / "docs/old.md").unlink()
+    world.edit(KERNEL, lambda data: data + b"\n")
+    assert list(receipt.quoted_problems(world.root)) == [
+        f"README.md quotes receipt {id12}, which is stale",
+        f"docs/performance.md quotes receipt {world.perf.stem.rsplit('-', 1)[1]}, which is stale",
+    ]
+    world.run("receipt", "index")
+    assert world.run("receipt", "index", "--check").returncode == 6

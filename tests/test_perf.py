@@ -1,0 +1,409 @@
+"""perf: statistics that do not flatter, work that is counted, peers on the same tensors."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import io
+import itertools
+import json
+import random
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pyharness import bench, cases, cli, errors, gpucheck, inputs, monitor, peers, perf, plot, reference, statement
+from pyharness.cases import Case
+from pyharness.ggml import Device, Library
+
+SMALL = "FLASH_ATTN_BACK(hsk=64,hsv=32,nh=4,nhkv=2,kv=96,nb=32)"
+
+# ---- statistics ----
+
+
+def test_the_interval_of_the_median_is_that_of_the_binomial() -> None:
+    assert perf.interval(range(1, 21)) == [6, 15]  # the textbook ranks for 20 samples at 95 %
+    assert perf.interval(range(1, 7)) == [1, 6]
+    assert perf.interval([3, 1, 2]) == [1, 3]
+    assert perf.interval([7]) == [7, 7]
+
+
+def test_the_interval_covers_the_median_as_often_as_it_says() -> None:
+    rng = random.Random(0)
+    covered = 0
+    for _ in range(2000):
+        low, high = perf.interval([int(rng.expovariate(1e-6)) for _ in range(25)])
+        covered += low <= 1e6 * np.log(2) <= high
+    assert 0.94 <= covered / 2000 <= 0.99
+
+
+def test_statistics_are_robust_and_exact() -> None:
+    found = perf.statistics([10, 12, 11, 500])
+    assert found == {"median_ns": "11.5", "mad_ns": "1.0", "min_ns": 10, "interval_ns": [10, 500]}
+
+
+def timing(*samples: int) -> dict[str, Any]:
+    return {"samples_ns": list(samples), "l2": "warm", "clock": "host", **perf.statistics(samples)}
+
+
+def test_a_difference_is_called_only_where_intervals_part() -> None:
+    slow, fast, wide = timing(*range(100, 120)), timing(*range(50, 60)), timing(*range(60, 160))
+    assert perf.compare(fast, slow)[1] == "faster"
+    assert perf.compare(fast, slow)[0] == pytest.approx(109.5 / 54.5)
+    assert perf.compare(slow, fast)[1] == "slower"
+    assert perf.compare(wide, slow)[1] == perf.compare(slow, slow)[1] == "undecided"
+    assert perf.verdict_text((2.0, "undecided")) == "undecided"
+
+
+def record(name: str, *samples: int, throttled: bool = False) -> dict[str, Any]:
+    measurement = {
+        "case": SMALL,
+        "device": "CPU",
+        "who": name,
+        "pass": "backward",
+        "unavailable": "",
+        "timings": [timing(*samples)],
+    }
+    return {"measurements": [measurement], "throttled": throttled, "base": None}
+
+
+def test_base_compares_the_same_timings_and_nothing_under_throttled_clocks() -> None:
+    now = record(statement.OPERATOR, *range(50, 70))
+    for throttled, want in ((False, "faster"), (True, "undecided")):
+        before = {
+            "predicate": {
+                "receipt": {"id": "0" * 64, "perf": record(statement.OPERATOR, *range(100, 120), throttled=throttled)}
+            }
+        }
+        (found,) = perf.against_base(now["measurements"], before)["comparisons"]
+        assert found["verdict"] == want
+        assert float(found["ratio"]) == pytest.approx(109.5 / 59.5)
+    assert perf.against_base(record("unfused", 1, 2)["measurements"], before)["comparisons"] == []
+
+
+# ---- work ----
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        SMALL,
+        "FLASH_ATTN_BACK(hsk=32,hsv=64,nh=4,nhkv=2,kv=20,nb=12,ns=2,mask=swa:5,mh=4,ms=2,mpad=3)",
+        "FLASH_ATTN_BACK(hsk=32,hsv=32,nh=2,nhkv=2,kv=20,nb=12,mask=docs:6,kv_first=4,kv_count=9)",
+        "FLASH_ATTN_BACK(hsk=32,hsv=32,nh=2,nhkv=1,kv=20,nb=30,mask=rows,grads=qv)",
+        "FLASH_ATTN_BACK(hsk=32,hsv=32,nh=2,nhkv=1,kv=20,nb=30,mask=none,grads=k,kv_first=19,kv_count=1)",
+        "FLASH_ATTN_BACK(hsk=32,hsv=32,nh=2,nhkv=1,kv=20,nb=30,mask=lowest)",
+    ],
+)
+def test_work_is_counted_pair_by_pair(text: str) -> None:
+    given = inputs.make(Case.parse(text), 0)
+    s, h, _, n, m = given.sizes
+    dk, dv = given.q.shape[3], given.d.shape[3]
+    pairs = flop = forward = 0
+    for a, b, i, j in itertools.product(range(s), range(h), range(n), range(m)):
+        mask = given.mask
+        if mask is not None and np.isneginf(mask[a % mask.shape[0], b % mask.shape[1], i, j]):
+            continue
+        pairs += 1
+        forward += 2 * (dk + dv)
+        inside = given.kv_first <= j < given.kv_first + given.kv_count
+        flop += 2 * (dk + dv) + 2 * dk * ("dq" in given.grads)
+        flop += 2 * inside * (dk * ("dk" in given.grads) + dv * ("dv" in given.grads))
+    found = perf.work(given)
+    assert (found["pairs"], found["flop"], found["reason"]) == (pairs, flop, "")
+    assert perf.work(given, backward=False)["flop"] == forward
+
+
+def test_all_gradients_are_five_products() -> None:
+    given = inputs.make(Case.parse("FLASH_ATTN_BACK(hsk=64,hsv=64,nh=2,nhkv=2,kv=30,nb=10,mask=none)"), 0)
+    assert perf.work(given)["flop"] == 5 * 2 * 64 * 2 * 30 * 10
+
+
+def test_a_mask_that_cannot_be_counted_gives_no_work() -> None:
+    given = inputs.make(Case.parse(SMALL), 0)
+    assert given.mask is not None
+    given.mask[0, 0, 3, 3] = np.nan
+    found = perf.work(given)
+    assert (found["pairs"], found["flop"], found["reason"]) == (None, None, "unavailable: the mask holds NaN")
+
+
+def test_the_floor_is_the_larger_of_traffic_and_products() -> None:
+    ceilings = {"compute_flop_per_s": "1e12", "memory_bytes_per_s": "1e9"}
+    found = perf.floor(2_000_000, 10**9, ceilings, median_ns=8e6)
+    assert found == {"bytes": 2_000_000, "memory_ns": "2000000.0", "compute_ns": "1000000.0", "fraction": "0.25"}
+    assert perf.floor(2_000_000, None, perf.NO_CEILINGS, 8e6)["fraction"] is None
+
+
+# ---- sampling ----
+
+
+def test_samples_exclude_warm_ups_and_flush_when_cold() -> None:
+    calls: list[str] = []
+
+    def run() -> bench.Sample:
+        calls.append("run")
+        return 2_000, 1_000
+
+    timings = perf.sample(run, lambda: calls.append("flush"), runs=4, cold=True)
+    assert calls == ["run"] * (3 + 4) + ["run"] * 3 + ["flush", "run"] * 4
+    assert [(t["l2"], t["clock"], len(t["samples_ns"]), t["warmups"]) for t in timings] == [
+        ("warm", "device", 4, 3),
+        ("warm", "host", 4, 3),
+        ("cold", "device", 4, 3),
+        ("cold", "host", 4, 3),
+    ]
+    assert timings[0]["samples_ns"] == [1_000] * 4
+
+
+def test_without_runs_there_are_at_least_twenty_samples_and_at_most_two_hundred() -> None:
+    (found,) = perf.sample(lambda: (1, None), lambda: None, runs=0, cold=False)
+    assert len(found["samples_ns"]) == 200
+    assert found["clock"] == "host"
+
+
+def test_the_cache_is_flushed_by_twice_its_size() -> None:
+    assert bench.last_level_cache() >= 2**18
+
+
+# ---- peers ----
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        SMALL,
+        "FLASH_ATTN_BACK(hsk=64,hsv=64,nh=6,nhkv=2,kv=50,nb=20,ns=2,type_K=q8_0,type_V=f32,mask=none)",
+        "FLASH_ATTN_BACK(hsk=32,hsv=64,nh=4,nhkv=4,kv=60,nb=21,ns=2,mask=random,mh=4,ms=2,mpad=5,grads=qv)",
+        "FLASH_ATTN_BACK(hsk=64,hsv=64,nh=4,nhkv=1,kv=80,nb=16,mask=pad,layout=cache,scale=0.3)",
+    ],
+)
+def test_the_unfused_graph_computes_the_same_gradient(library: Library, cpu: Device, text: str) -> None:
+    given = inputs.make(Case.parse(text), 0)
+    want = reference.backward(given)
+    with peers.Unfused(library, cpu, given, 2) as peer:
+        assert peer.bytes is not None
+        assert peer.bytes > 4 * np.prod(given.sizes[:2]) * np.prod(given.sizes[3:])
+        for _ in range(2):  # a second run reads nothing that the first overwrote
+            host, device = peer.time("backward")
+            assert host > 0
+            assert device is None
+        got = peer.parts()
+    assert set(got) == set(given.grads)
+    for name, array in got.items():
+        assert perf.nmse(array, want[name]) < 1e-10, name
+
+
+@pytest.mark.parametrize(
+    ("extra", "reason"),
+    [("sinks=1", "sinks"), ("softcap=20", "softcap"), ("max_bias=8", "ALiBi"), ("kv_count=9", "window")],
+)
+def test_what_the_unfused_graph_cannot_do_it_says(library: Library, cpu: Device, extra: str, reason: str) -> None:
+    given = inputs.make(Case.parse(SMALL[:-1] + f",{extra})"), 0)
+    with pytest.raises(peers.Unavailable, match=reason), peers.Unfused(library, cpu, given, 2):
+        pass
+
+
+def test_the_unfused_graph_is_not_tried_where_memory_is_short(library: Library, cpu: Device) -> None:
+    given = inputs.make(Case.parse(SMALL), 0)
+    small = dataclasses.replace(cpu, memory_free=1000)
+    with pytest.raises(peers.Unavailable, match=r"needs .* GiB"), peers.Unfused(library, small, given, 2):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("mask", "tail"), [("causal", True), ("none", False), ("swa:5", False), ("swa:96", True), ("pad", False)]
+)
+def test_a_causal_tail_is_recognised(mask: str, tail: bool) -> None:
+    assert peers.causal_tail(inputs.make(Case.parse(SMALL[:-1] + f",mask={mask})"), 0)) is tail
+
+
+@pytest.mark.parametrize("mask", ["causal", "none", "swa:9"])
+def test_torch_computes_the_same_gradient(cpu: Device, mask: str) -> None:
+    pytest.importorskip("torch")
+    given = inputs.make(Case.parse(f"FLASH_ATTN_BACK(hsk=64,hsv=64,nh=4,nhkv=2,kv=96,nb=32,mask={mask})"), 0)
+    want = reference.backward(given)
+    (peer,) = peers.torch_peers(cpu, given)
+    with peer:
+        assert peer.time("forward")[0] > 0
+        assert peer.time("backward")[0] > 0
+        for name, array in peer.parts().items():
+            assert perf.nmse(array, want[name]) < 1e-9, name
+
+
+def test_without_torch_the_peer_says_so(library: Library, cpu: Device) -> None:
+    try:
+        import torch  # noqa: F401
+    except ImportError:
+        given = inputs.make(Case.parse(SMALL), 0)
+        (peer,) = peers.all_of(("torch",), library, cpu, given, 1)
+        with pytest.raises(peers.Unavailable, match="PyTorch is not installed"), peer:
+            pass
+
+
+# ---- errors ----
+
+
+@pytest.mark.parametrize("extra", ["", ",ns=2,mask=random,mh=4,ms=2,sinks=1,softcap=9"])
+def test_the_error_of_a_slice_is_that_of_the_whole(extra: str) -> None:
+    given = inputs.make(Case.parse(SMALL[:-1] + extra + ")"), 0)
+    whole = reference.backward(given)
+    rng = np.random.default_rng(0)
+    parts = {
+        name: (whole[name] * (1 + 1e-3 * rng.standard_normal(whole[name].shape))).astype(np.float32)
+        for name in ("dq", "dk", "dv")
+    }
+    truth = perf.Truth(given, "slice")
+    assert truth.scope == "sequence 0, KV head 0 of 2 with its 2 query heads"
+    found = truth.error(parts)["nmse"]
+    for name, heads in (("dq", 2), ("dk", 1), ("dv", 1)):
+        want = perf.nmse(parts[name][:1, :heads], whole[name][:1, :heads])
+        assert float(found[name]) == pytest.approx(want, rel=1e-6)
+
+
+def test_a_case_with_alibi_is_checked_whole() -> None:
+    biased = inputs.make(Case.parse(SMALL[:-1] + ",max_bias=8)"), 0)
+    assert perf.Truth(biased, "slice").scope == "all heads"  # a slope depends on the number of heads
+
+
+# ---- the verb ----
+
+
+def run(capsys: pytest.CaptureFixture[str], tmp_path: Path, *words: str) -> tuple[int, str]:
+    common = ("-b", "CPU", "--threads", "1", "--runs", "6", "--ceiling-tflops", "1", "--ceiling-gbs", "100")
+    code = cli.main(["perf", *common, "--receipts", str(tmp_path / "receipts"), *words])
+    return code, capsys.readouterr().out
+
+
+def test_perf_prints_times_work_floor_error_and_peers(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    code, text = run(capsys, tmp_path, "-o", SMALL, "--peer", "unfused")
+    assert code == 0
+    number = r"[\d.e-]+"
+    times = rf"median {number} ms \[{number}, {number}\], MAD {number}, min {number}, n=6  {number} TFLOP/s"
+    assert re.search(f"warm L2, host   clock: {times}", text)
+    assert "cold L2, host" in text
+    assert "floor: memory" in text
+    assert "% of it reached" in text
+    assert "NMSE dq" in text
+    assert "  unfused forward" in text
+    assert re.search(r"against unfused: (undecided|[\d.]+x, (faster|slower))", text)
+    assert f"work: {perf.FORMULA}" in text
+    assert re.search(r"GPU (not watched: |not throttled|throttled)", text)
+
+
+def test_perf_compares_with_an_earlier_receipt(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    run(capsys, tmp_path, "-o", SMALL, "--no-cold")
+    (first,) = (tmp_path / "receipts").iterdir()
+    _, text = run(capsys, tmp_path, "-o", SMALL, "--no-cold", "--base", str(first), "--output", "json")
+    base = json.loads(text)["base"]
+    assert base["id"].startswith(first.stem.rsplit("-", 1)[1])
+    assert [(c["who"], c["l2"], c["clock"]) for c in base["comparisons"]] == [(statement.OPERATOR, "warm", "host")]
+
+
+def test_perf_speaks_csv_and_markdown(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    _, text = run(capsys, tmp_path, "-o", SMALL, "--output", "csv", "--no-receipt")
+    rows = list(csv.DictReader(io.StringIO(text)))
+    assert tuple(rows[0]) == perf.COLUMNS
+    assert [(row["who"], row["l2"], row["samples"]) for row in rows] == [
+        (statement.OPERATOR, "warm", "6"),
+        (statement.OPERATOR, "cold", "6"),
+    ]
+    _, text = run(capsys, tmp_path, "-o", SMALL, "--output", "md", "--no-receipt")
+    assert text.startswith("| case | who | pass | time, ms |")
+    assert not (tmp_path / "receipts").exists()
+
+
+def test_a_case_that_would_take_too_long_is_left_out_with_the_reason(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    code, text = run(capsys, tmp_path, "-o", SMALL, "--budget", "1e-9", "--ceiling-tflops", "1e-6")
+    assert code == errors.Environment.exit_code
+    assert "unavailable: not run: by the compute floor it takes" in text
+    (path,) = (tmp_path / "receipts").iterdir()
+    document = statement.read(path)
+    assert document["predicate"]["warnedTests"] == [f"{SMALL} on CPU"]
+
+
+def test_perf_refuses_a_base_that_is_no_perf_receipt(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    words = ("-b", "CPU", "--threads", "1", "--receipts", str(tmp_path), "-o", SMALL)
+    assert cli.main(["oracle", *words]) == 0
+    (path,) = tmp_path.iterdir()
+    code, _ = run(capsys, tmp_path, "-o", SMALL, "--base", str(path))
+    assert code == errors.Usage.exit_code
+
+
+def test_memory_is_that_of_the_buffers_and_what_the_gpu_showed(library: Library, cpu: Device) -> None:
+    used = [100]
+
+    def read() -> monitor.Reading:
+        return (used[0], *[None] * 7)
+
+    with monitor.Monitor(read, period=60) as watch:
+        used[0] = 400
+        settings = perf.Settings(library, cpu, 0, 1, 3, False, "none", (), 60, perf.NO_CEILINGS, watch)
+        (found,) = perf.measure(Case.parse(SMALL), settings)
+    assert found["memory"]["buffers_bytes"] > 0
+    assert found["memory"]["peak_bytes"] == 0  # nothing was added after the case began
+
+
+def test_the_perf_list_holds_the_training_shapes_and_sweeps() -> None:
+    listed = cases.load(cases.PERF)
+    assert Case.parse(gpucheck.TARGET) in listed
+    for key in ("kv", "nb"):
+        assert max(Counter(plot.without(str(case), key) for case in listed).values()) >= 4
+
+
+# ---- the GPU check ----
+
+
+def test_random_shapes_are_seeded_and_reach_every_corner_of_the_grammar() -> None:
+    def shapes(seed: int) -> list[Case]:
+        rng = random.Random(seed)
+        return [gpucheck.random_case(rng) for _ in range(600)]
+
+    found = shapes(0)
+    assert found == shapes(0) != shapes(1)
+    for key, values in {
+        "layout": set(cases.LAYOUTS),
+        "sinks": {0, 1},
+        "o": {0, 1},
+        "prec": set(cases.PRECISIONS),
+    }.items():
+        assert {getattr(case, key) for case in found} == values
+    assert {case.mask.partition(":")[0] for case in found} == {mask.partition(":")[0] for mask in cases.MASKS}
+    assert {case.type_K for case in found} >= {"f16", "f32", "bf16", "q8_0", "q4_0"}
+    assert all(Case.parse(str(case)) == case for case in found)
+
+
+def test_the_gpu_check_leaves_a_flat_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    words = ("--preset", "cpu", "-b", "CPU", "--out", str(out), "--repeats", "3", "--random", "20", "--threads", "1")
+    assert cli.main(["gpucheck", "info", "repeat", "random", *words]) == 0
+    summary = json.loads((out / "summary.json").read_text())
+    assert {name: step["state"] for name, step in summary["steps"].items()} == {
+        "info": "ok",
+        "repeat": "ok",
+        "random": "ok",
+    }
+    assert summary["steps"]["random"]["text"].startswith("20 ok")
+    (path,) = out.glob("*-oracle-*.json")
+    assert all(c["repeats"] == 3 and c["distinct"] == 1 for c in statement.read(path)["predicate"]["receipt"]["cases"])
+    assert all(child.is_file() for child in out.iterdir())
+    assert len(list(out.iterdir())) <= 8
+    assert "repeat     ok" in capsys.readouterr().out
+
+
+def test_a_full_time_box_interrupts_a_step_and_keeps_what_was_done(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    words = ("--preset", "cpu", "-b", "CPU", "--out", str(out), "--threads", "1", "--box", "oracle=4")
+    assert cli.main(["gpucheck", "oracle", *words]) == 1
+    assert json.loads((out / "summary.json").read_text())["steps"]["oracle"]["state"] == "TIME"
+    (path,) = out.glob("*-oracle-*.json")
+    assert statement.read(path)["predicate"]["receipt"]["partial"] is True
+    assert "oracle     TIME" in capsys.readouterr().out
+    assert cli.main(["gpucheck", "nothing", *words]) == errors.Usage.exit_code

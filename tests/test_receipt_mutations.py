@@ -1,0 +1,236 @@
+"""One thing is changed at a time; `receipt verify` names it."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from receipt_world import KERNEL, World, change, libraries, make
+
+from pyharness import signing
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> World:
+    return make(tmp_path_factory.mktemp("receipts") / "checkout")
+
+
+@pytest.fixture
+def world(original: World, tmp_path: Path) -> World:
+    return original.copy(tmp_path / "checkout")
+
+
+def test_nothing_changed(world: World) -> None:
+    for path in (world.oracle, world.perf):
+        code, text = world.verify(path, "--check-libs", str(libraries()))
+        assert (code, text) == (0, f"FRESH  {path.name}\n")
+
+
+def test_a_byte_in_a_kernel(world: World) -> None:
+    world.edit(KERNEL, lambda data: data[:-2] + b" \n")
+    code, text = world.verify(world.oracle)
+    assert code == 6
+    assert f"STALE    files: {KERNEL} has changed" in text
+    assert text.count("STALE ") == 2  # the finding and the verdict
+
+
+def test_a_kernel_that_differs_from_the_library_stops_a_run_before_it_starts(world: World) -> None:
+    world.edit(KERNEL, lambda data: data + b"\n")
+    done = world.run(
+        "oracle", "-b", "CPU", "--libs", str(libraries()), "-p", "kv=40", "--receipts", str(world.root / "no")
+    )
+    assert done.returncode == 3
+    assert "was built from sources" in done.stderr
+    assert KERNEL in done.stderr
+    assert done.stdout == ""
+    assert not (world.root / "no").exists()
+
+
+def test_a_limit_in_the_tree(world: World) -> None:
+    world.edit(
+        "ggml/tests/flash-attn-back-limits.def", lambda data: data.replace(b"LIMIT(nmse, 1e-5)", b"LIMIT(nmse, 1e-4)")
+    )
+    code, text = world.verify(world.oracle)
+    assert code == 6
+    assert "STALE    files: ggml/tests/flash-attn-back-limits.def has changed" in text
+    assert "STALE    files: limit nmse was 1e-05 in the receipt and is 0.0001 here" in text
+
+
+def test_a_limit_in_the_receipt(world: World) -> None:
+    change(world.oracle, lambda body: body["limits"].update(nmse="0.001"))
+    code, text = world.verify(world.oracle)
+    assert code == 4
+    assert "INVALID  id: changed after it was written: limits" in text
+    assert "dq: limit 1e-05, but the limits say 0.001" in text
+
+
+def test_a_case_in_the_list(world: World) -> None:
+    world.edit(
+        "ggml/tests/flash-attn-back-cases.def",
+        lambda data: data + b"FLASH_ATTN_BACK(hsk=64,hsv=64,nh=1,nhkv=1,kv=3,nb=2)\n",
+    )
+    code, text = world.verify(world.oracle)
+    assert code == 6
+    assert "STALE    files: ggml/tests/flash-attn-back-cases.def has changed" in text
+
+
+@pytest.mark.parametrize("seal", [False, True])
+def test_a_case_in_the_receipt(world: World, seal: bool) -> None:
+    other = "FLASH_ATTN_BACK(hsk=64,hsv=64,nh=4,nhkv=2,kv=41,nb=8)"
+    change(world.oracle, lambda body: body["cases"][0].update(case=other), seal)
+    code, text = world.verify(world.oracle)
+    assert code == 4
+    assert (f"INVALID  id: changed after it was written: cases/0 ({other} on CPU)" in text) != seal
+    assert f"INVALID  sums: {other} on CPU: seed" in text
+
+
+@pytest.mark.parametrize("seal", [False, True])
+def test_a_result(world: World, seal: bool) -> None:
+    change(world.oracle, lambda body: body["cases"][1]["parts"]["dk"].update(nmse="0.5"), seal)
+    code, text = world.verify(world.oracle)
+    assert code == 4
+    assert ("id: changed after it was written: cases/1 (FLASH_ATTN_BACK(hsk=32," in text) != seal
+    assert "mask=swa:7,sinks=1) on CPU: dk: NMSE 0.5" in text
+
+
+def test_a_better_result(world: World) -> None:
+    change(world.oracle, lambda body: body["cases"][1]["parts"]["dk"].update(nmse="0.0"))
+    code, text = world.verify(world.oracle)
+    assert code == 4
+    assert "id: changed after it was written: cases/1 (FLASH_ATTN_BACK(hsk=32," in text
+
+
+def test_a_failure_turned_into_a_pass(world: World) -> None:
+    change(world.oracle, lambda body: body["cases"][0].update(status="failed", reason="dq: NMSE"), seal=True)
+    assert world.verify(world.oracle)[0] == 0  # an honest failure is a valid receipt
+    text = world.oracle.read_text().replace('"result":"FAILED"', '"result":"PASSED"')
+    world.oracle.write_text(text)
+    code, text = world.verify(world.oracle)
+    assert code == 4
+    assert "sums: result is PASSED, but the cases give FAILED" in text
+
+
+@pytest.mark.parametrize("seal", [False, True])
+def test_a_sample(world: World, seal: bool) -> None:
+    def faster(body: dict[str, object]) -> None:
+        samples = body["perf"]["measurements"][0]["timings"][0]["samples_ns"]  # type: ignore[index]
+        samples[:] = [1, 1, 1, 1, *samples[4:]]
+
+    change(world.perf, faster, seal)
+    code, text = world.verify(world.perf)
+    assert code == 4
+    assert ("id: changed after it was written: perf/0 (FLASH_ATTN_BACK(hsk=64," in text) != seal
+    assert "flash_attn_back: warm L2, host clock: median_ns is" in text
+
+
+def test_a_library(world: World) -> None:
+    libs = world.root / "libs"
+    shutil.copytree(libraries(), libs, symlinks=True)
+    assert world.verify(world.oracle, "--check-libs", str(libs))[0] == 0
+    path = next(libs.glob("libggml-cpu.so.0.*"))
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    code, text = world.verify(world.oracle, "--check-libs", str(libs))
+    assert code == 6
+    assert f"STALE    libraries: {path.name} here is not the library that ran" in text
+    path.unlink()
+    code, text = world.verify(world.oracle, "--check-libs", str(libs))
+    assert code == 4
+    assert f"INVALID  libraries: not here, so not compared: {path.name}" in text
+    assert world.verify(world.oracle)[0] == 0  # nothing is asked of libraries that do not lie where they ran
+
+
+def test_a_missing_file(world: World) -> None:
+    (world.root / KERNEL).unlink()
+    code, text = world.verify(world.oracle)
+    assert code == 4
+    assert f"INVALID  files: {KERNEL} is missing here" in text
+
+
+def test_a_new_file(world: World) -> None:
+    (world.root / "ggml/src/ggml-cuda/fattn-back-other.cu").write_text("\n")
+    code, text = world.verify(world.oracle)
+    assert code == 6
+    assert "STALE    files: ggml/src/ggml-cuda/fattn-back-other.cu is new since the receipt" in text
+
+
+def test_a_capture(world: World) -> None:
+    world.edit("tests/data/minilm-l0.gguf", lambda data: data[:-1] + bytes([data[-1] ^ 1]))
+    code, text = world.verify(world.oracle)
+    assert code == 6
+    assert "STALE    files: tests/data/minilm-l0.gguf has changed" in text
+
+
+def test_a_wrong_key(world: World, tmp_path: Path) -> None:
+    ours, theirs = keypair(tmp_path / "ours"), keypair(tmp_path / "theirs")
+    assert world.run("receipt", "sign", str(world.oracle), "--key", str(ours[0])).returncode == 0
+    code, text = world.verify(world.oracle, "--key", str(ours[1]))
+    assert code == 0
+    assert "signature: signed by key" in text
+    code, text = world.verify(world.oracle, "--key", str(theirs[1]))
+    assert code == 4
+    assert f"INVALID  signature: {signing.envelope_path(world.oracle).name} is not signed by theirs.pub.pem" in text
+    code, text = world.verify(world.perf, "--key", str(ours[1]))
+    assert code == 4
+    assert "INVALID  signature: no signature" in text
+
+
+def test_a_signature_of_other_bytes(world: World, tmp_path: Path) -> None:
+    private, public = keypair(tmp_path / "ours")
+    signing.sign(world.oracle, private)
+    world.oracle.write_bytes(world.oracle.read_bytes() + b"\n")
+    code, text = world.verify(world.oracle, "--key", str(public))
+    assert code == 4
+    assert "signs other bytes" in text
+
+
+def test_line_ends_only(world: World) -> None:
+    for path in (KERNEL, "ggml/tests/flash-attn-back-limits.def"):
+        world.edit(path, lambda data: data.replace(b"\n", b"\r\n"))
+    code, text = world.verify(world.oracle, "--sources-only")
+    assert code == 0
+    assert text.splitlines() == [
+        f"note     files: {KERNEL} differs in line ends only",
+        "note     files: ggml/tests/flash-attn-back-limits.def differs in line ends only",
+        f"FRESH  {world.oracle.name}",
+    ]
+
+
+def test_a_receipt_for_another_commit(world: World) -> None:
+    commit = world.git("rev-parse", "HEAD").strip()
+    world.edit(KERNEL, lambda data: data + b"// faster\n")
+    world.git("commit", "-q", "-a", "-m", "change the kernel")
+    code, text = world.verify(world.oracle)
+    assert code == 6
+    assert f"STALE    files: {KERNEL} has changed (the receipt is about commit {commit[:12]})" in text
+
+
+def test_a_commit_that_touches_nothing_the_receipt_stands_on(world: World) -> None:
+    (world.root / "README.md").write_text("hello\n")
+    world.edit("pyharness/report.py", lambda data: data + b"\n")
+    world.git("add", ".")
+    world.git("commit", "-q", "-m", "words")
+    code, text = world.verify(world.oracle)
+    assert code == 0
+    assert "note     files: pyharness/report.py has changed (decides no result)" in text
+
+
+def test_the_module_that_decides_results(world: World) -> None:
+    world.edit("pyharness/reference.py", lambda data: data + b"\n")
+    code, text = world.verify(world.oracle)
+    assert code == 6
+    assert "STALE    files: pyharness/reference.py has changed" in text
+
+
+def keypair(stem: Path) -> tuple[Path, Path]:
+    """An ed25519 key pair as PEM files."""
+    from cryptography.hazmat.primitives import serialization as s
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+    key = Ed25519PrivateKey.generate()
+    private, public = stem.with_suffix(".pem"), stem.with_suffix(".pub.pem")
+    private.write_bytes(key.private_bytes(s.Encoding.PEM, s.PrivateFormat.PKCS8, s.NoEncryption()))
+    public.write_bytes(key.public_key().public_bytes(s.Encoding.PEM, s.PublicFormat.SubjectPublicKeyInfo))
+    return private, public
