@@ -23,13 +23,15 @@ class SetupError(Exception):
 
 
 def main(verb: str, args: list[str]) -> int:
-    """Set up, then run the verb `oracle` or `test` with its arguments; returns the exit code."""
+    """Set up, then run the verb `oracle` or `test` with its arguments, or only `install` extras; returns the exit code."""
     try:
         check_machine()
         (ROOT / "build").mkdir(exist_ok=True)
         with (ROOT / "build/.setup.lock").open("w") as lock:  # one set-up at a time in a checkout
             fcntl.flock(lock, fcntl.LOCK_EX)
-            install("test" if verb == "test" else "")
+            install(*{"install": args, "test": ["test"], "oracle": []}[verb])
+            if verb == "install":
+                return 0
             build("cpu", "all" if verb == "test" else "ggml")
     except KeyboardInterrupt:
         return 130
@@ -49,20 +51,20 @@ def check_machine() -> None:
             raise SetupError(f"no compiler {command}; install one (Debian: apt install {package}) or set {variable}")
 
 
-def install(extra: str = "") -> None:
-    """The virtual environment .venv with pyharness and the packages of one extra of pyproject.toml."""
+def install(*extras: str) -> None:
+    """The virtual environment .venv with pyharness and the packages of extras of pyproject.toml."""
     wanted = hashlib.sha256((ROOT / "pyproject.toml").read_bytes() + sys.version.encode()).hexdigest()
-    if PYTHON.exists() and wanted in [_text(VENV / f"installed-{done}") for done in {"test", extra}]:
+    stamps = {path: set(path.name.split("-", 1)[1].split(",")) for path in VENV.glob("installed-*")}
+    if PYTHON.exists() and any(set(extras) <= found and _text(path) == wanted for path, found in stamps.items()):
         return
     if not PYTHON.exists():
         shutil.rmtree(VENV, ignore_errors=True)
         hint = "Python's venv module is missing or broken (Debian: apt install python3-venv)"
         _step("virtual environment", [sys.executable, "-m", "venv", str(VENV)], hint)
-    target = f"{ROOT}[{extra}]" if extra else str(ROOT)
     hint = "check the network and pip's settings (`pip config list`; PIP_INDEX_URL, HTTPS_PROXY, PIP_CERT are honoured)"
-    pip = [str(PYTHON), "-m", "pip", "install", "--disable-pip-version-check", "--quiet", "--editable", target]
-    _step("Python packages", pip, hint)
-    (VENV / f"installed-{extra}").write_text(wanted)
+    pip = [str(PYTHON), "-m", "pip", "install", "--disable-pip-version-check", "--quiet", "--editable"]
+    _step("Python packages", [*pip, f"{ROOT}[{','.join(extras)}]"], hint)
+    (VENV / f"installed-{','.join(extras)}").write_text(wanted)
 
 
 def build(preset: str, target: str = "all") -> Path:
@@ -84,10 +86,9 @@ def environment() -> dict[str, str]:
 
 def test(args: list[str]) -> int:
     """The linters, then pytest; with arguments only pytest with them. Runs all of them, returns 1 if any failed."""
-    sources = sorted(
-        str(path) for path in (ROOT / "ggml").rglob("*") if path.suffix in (".h", ".c", ".cpp", ".cu", ".cuh")
-    )
-    sources += [str(path) for path in (ROOT / "tests").rglob("*.c*") if path.suffix in (".c", ".cpp")]
+    folders = [ROOT / name for name in ("ggml", "tests", "train")]
+    suffixes = (".c", ".cpp", ".cu", ".cuh", ".h")
+    sources = [str(path) for folder in folders for path in sorted(folder.rglob("*")) if path.suffix in suffixes]
     checks = {
         "ruff check": ["ruff", "check", "."],
         "ruff format": ["ruff", "format", "--check", "."],
