@@ -131,5 +131,9 @@ def _tensors(shape: Shape, words: int) -> dict[str, tuple[int, ...]]:
 
 
 def _add(writer: gguf.GGUFWriter, name: str, value: Any) -> None:
-    kinds = {int: writer.add_uint32, float: writer.add_float32, list: writer.add_array}
-    kinds[type(value)](name, value)
+    if isinstance(value, list):
+        writer.add_array(name, value)
+    elif isinstance(value, int):
+        writer.add_uint32(name, value)
+    else:
+        writer.add_float32(name, value)

@@ -188,7 +188,7 @@ struct observer {
 
     void place(ggml_tensor * node) {
         ggml_backend_t    backend = ggml_backend_sched_get_tensor_backend(ctx->get_sched(), node);
-        const std::string name    = backend ? ggml_backend_name(backend) : "none";
+        const std::string name    = backend ? ggml_backend_dev_name(ggml_backend_get_device(backend)) : "none";
         ops[{ ggml_op_desc(node), name }]++;
         if (node->op == GGML_OP_FLASH_ATTN_EXT || node->op == GGML_OP_FLASH_ATTN_BACK) {
             const int layer = layer_of(node->src[0]);

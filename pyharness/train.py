@@ -1,0 +1,384 @@
+"""Train a small model in llama.cpp with flash attention off and on, and compare: losses, gradients, time, memory.
+
+The model has random weights and a real tokenizer, the text is Python's own documentation unless --text gives another.
+Everything lands in one folder: train.json, losses.png, losses.svg and the fine-tuned model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import shlex
+import shutil
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import numpy.typing as npt
+
+from . import build, errors, tiny, tree
+from .digest import ROOT
+
+PROGRAM = "flash-attn-train"
+VOCABULARY = "models/ggml-vocab-llama-spm.gguf"
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """How far flash attention on may be from off: relative error of a loss, NMSE of a parameter's gradient."""
+
+    loss: float
+    gradient: float
+
+
+LIMITS = {"cpu": Limits(1e-4, 1e-6), "cuda": Limits(1e-3, 1e-5)}
+
+CONTEXTS = (512, 4096, 16384)
+CARD = 24 << 30
+"""What --bench measures: contexts, and the bytes of a card that it searches the longest context for."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """What the training program told of one run; docs/training.md has the events."""
+
+    command: list[str]
+    exit_code: int
+    events: list[dict[str, Any]]
+    messages: str  # its stderr: warnings, and why it ended early
+
+    def all(self, event: str) -> list[dict[str, Any]]:
+        """The events of a name."""
+        return [e for e in self.events if e["event"] == event]
+
+    @property
+    def flash_attn(self) -> bool:
+        """Whether flash attention was on while it trained."""
+        return bool(self.all("start")[0]["flash_attn"])
+
+    @property
+    def losses(self) -> list[float]:
+        """Loss of each step."""
+        return [e["loss"] for e in self.all("step")]
+
+    @property
+    def seconds(self) -> list[float]:
+        """Seconds of each step."""
+        return [e["seconds"] for e in self.all("step")]
+
+    @property
+    def perplexity(self) -> float:
+        """Perplexity of the model on the text."""
+        return float(self.all("perplexity")[0]["perplexity"])
+
+    def memory(self, key: str) -> int:
+        """Bytes: model, context or compute of all buffers, peak of all devices, process."""
+        return sum(e.get(key, 0) for e in self.all("memory"))
+
+    @property
+    def misplaced(self) -> list[dict[str, Any]]:
+        """Attention nodes, forward or backward, that the scheduler gave to another device than their layer's."""
+        return [e for e in self.all("node") if e["backend"] != e["device"]]
+
+    @property
+    def problem(self) -> str:
+        """Why it failed, in one line; empty if it did not."""
+        lines = [line for line in self.messages.splitlines() if line.strip()]
+        said = next((line for line in lines if "GGML_ASSERT" in line or "error" in line.lower()), (lines or [""])[-1])
+        return "" if self.exit_code == 0 else f"exit {self.exit_code}: {said.strip()}"
+
+
+def execute(program: Path, model: Path, text: Path, **options: str | int | float | Path | bool) -> Run:
+    """Runs the program with options by name (`steps=5`, `fa="off"`, `type_k="q8_0"`); a failure is in the Run."""
+    command = [str(program), "--model", str(model), "--text", str(text)]
+    for name, value in options.items():
+        command += [f"--{name.replace('_', '-')}", str(int(value) if isinstance(value, bool) else value)]
+    done = subprocess.run(command, capture_output=True, text=True, errors="replace")
+    events = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"event"')]
+    return Run(command, done.returncode, events, done.stderr)
+
+
+def require(run: Run) -> Run:
+    """The run, if it ended well; errors.Environment with its problem if not."""
+    if run.exit_code:
+        raise errors.Environment(f"{PROGRAM} failed: {run.problem}", hint=shlex.join(run.command))
+    return run
+
+
+def nmse(got: npt.NDArray[Any], want: npt.NDArray[Any]) -> float:
+    """sum((got - want)^2) / sum(want^2) in float64."""
+    difference = got.astype(np.float64) - want
+    return float(np.sum(difference**2) / np.sum(want.astype(np.float64) ** 2))
+
+
+def tensors(file: Path) -> dict[str, npt.NDArray[np.float32]]:
+    """The F32 tensors of a GGUF file by name."""
+    return {t.name: np.array(t.data, np.float32) for t in gguf.GGUFReader(file).tensors}
+
+
+def gradient_errors(on: Path, off: Path) -> dict[str, float]:
+    """NMSE of every parameter's gradient with flash attention on against off; sinks get one only with it on."""
+    got, want = tensors(on), tensors(off)
+    return {name: nmse(got[name], want[name]) for name in want if not name.endswith("attn_sinks.weight")}
+
+
+# ---- what it needs: programs, text, model ----
+
+
+def prepare(preset: str) -> Path:
+    """The training program of a preset, built as far as that is still to do."""
+    try:
+        return build.build(preset, PROGRAM) / "bin" / PROGRAM
+    except build.SetupError as error:
+        raise errors.Environment(str(error)) from None
+
+
+def prepare_stock(root: Path = ROOT) -> Path:
+    """The training program on upstream's pinned llama.cpp, without the patch, built with upstream's own CMake files."""
+    pin = tree.base()
+    source, binary = root / "build/stock" / pin.folder, root / "build/stock/bin"
+    if not source.exists():
+        tree.unpack(tree.fetch(pin, root), pin.subdir, source)
+    off = [f"-DLLAMA_BUILD_{part}=OFF" for part in ("COMMON", "TESTS", "EXAMPLES", "TOOLS", "SERVER", "APP")]
+    launcher = [f"-DCMAKE_{language}_COMPILER_LAUNCHER=ccache" for language in ("C", "CXX") if shutil.which("ccache")]
+    program = binary / "bin" / PROGRAM
+    folders = [f"-I{source / folder}" for folder in ("include", "ggml/include", "src")]
+    link = [f"-L{binary / 'bin'}", "-lllama", "-lggml", "-lggml-base", f"-Wl,-rpath,{binary / 'bin'}"]
+    configure = ["cmake", "-G", "Ninja", "-S", source, "-B", binary, "-DCMAKE_BUILD_TYPE=Release", *off, *launcher]
+    steps = [
+        [] if (binary / "build.ninja").exists() else configure,
+        ["cmake", "--build", binary, "--target", "llama"],
+        ["c++", "-std=c++17", "-O2", *folders, root / f"train/{PROGRAM}.cpp", "-o", program, *link],
+    ]
+    for step in filter(None, steps):
+        done = subprocess.run([str(word) for word in step], capture_output=True, text=True, env=build.environment())
+        if done.returncode:
+            raise errors.Environment(f"stock llama.cpp could not be built:\n{done.stdout}{done.stderr}")
+    return program
+
+
+def corpus() -> str:
+    """Python's own documentation as this interpreter carries it: about 120 000 tokens of English and code."""
+    from pydoc_data.topics import topics
+
+    return "\n".join(topics[name] for name in sorted(topics))
+
+
+def vocabulary(root: Path = ROOT) -> Path:
+    """The tokenizer that upstream's tree ships."""
+    return root / "build/upstream" / tree.base().folder / VOCABULARY
+
+
+# ---- the demonstration ----
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """train's options."""
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where to train (default: cpu)")
+    parser.add_argument("--shape", choices=tiny.SHAPES, default="llama", help="shape of the model (default: llama)")
+    parser.add_argument("--steps", type=int, default=50, metavar="N", help="optimizer steps (default: 50)")
+    parser.add_argument("--ctx", type=int, default=256, metavar="N", help="context, a multiple of 256 (default: 256)")
+    parser.add_argument("--tokens", type=int, metavar="N", help="of the text, 0 = all (default: 7.5 contexts)")
+    parser.add_argument("--lr", type=float, default=1e-3, help="AdamW's learning rate (default: 0.001)")
+    parser.add_argument("--text", type=Path, metavar="FILE", help="train on this text")
+    parser.add_argument("--threads", type=int, default=2, metavar="N", help="of the CPU backend (default: 2)")
+    parser.add_argument("--no-stock", action="store_true", help="leave out the check in unpatched llama.cpp")
+    parser.add_argument("--bench", action="store_true", help="instead: time and memory at contexts " + words(CONTEXTS))
+    parser.add_argument("--libs", type=Path, metavar="DIR", help=f"folder of a built {PROGRAM} and its libraries")
+    parser.add_argument("--vocabulary", type=Path, metavar="GGUF", help="another tokenizer")
+    parser.add_argument("--out", type=Path, default=ROOT / "build/train-demo", metavar="DIR", help="results")
+    parser.add_argument(
+        "--capture", type=Path, metavar="DIR", help="store first and last layer's attention mid-training"
+    )
+
+
+def words(numbers: Iterable[int]) -> str:
+    """Numbers with commas between them."""
+    return ", ".join(map(str, numbers))
+
+
+def run(args: argparse.Namespace) -> int:
+    """Train, compare, write; 0 when every check passed, 1 when one failed."""
+    args.out.mkdir(parents=True, exist_ok=True)
+    program = args.libs / PROGRAM if args.libs else prepare(args.device)
+    text = args.text
+    if text is None:
+        text = args.out / "text.txt"
+        text.write_text(corpus(), encoding="utf-8")
+    model = args.out / f"{args.shape}.gguf"
+    tiny.write(model, tiny.SHAPES[args.shape], args.vocabulary or vocabulary())
+    device = "none" if args.device == "cpu" else "CUDA0"
+    common = {"device": device, "threads": args.threads}
+    return bench(args, program, model, text, common) if args.bench else demo(args, program, model, text, common)
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+    """One claim of the demonstration: what was found, what it may be at most."""
+
+    name: str
+    found: float
+    limit: float
+
+    @property
+    def passed(self) -> bool:
+        """NaN does not pass."""
+        return self.found <= self.limit
+
+
+def demo(args: argparse.Namespace, program: Path, model: Path, text: Path, common: dict[str, Any]) -> int:
+    """Train with flash attention off and on; check that they agree and that the checkpoint works elsewhere."""
+    tokens = int(7.5 * args.ctx) if args.tokens is None else args.tokens
+    common |= {"ctx": args.ctx, "tokens": tokens, "lr": args.lr}
+    tuned = args.out / "tuned.gguf"
+    runs = {}
+    for fa in ("off", "on"):
+        print(f"{args.steps} steps with flash attention {fa} ...", file=sys.stderr)
+        keep = {"save": tuned} if fa == "on" else {}
+        runs[fa] = require(execute(program, model, text, steps=args.steps, fa=fa, **keep, **common))
+    watched = {
+        fa: require(
+            execute(program, model, text, steps=1, fa=fa, nodes=True, grads=args.out / f"gradients-{fa}.gguf", **common)
+        )
+        for fa in runs
+    }
+    off, on = runs["off"], runs["on"]
+    print(f"{'step':>4}  {'loss off':>10}  {'loss on':>10}  {'rel. error':>10}  {'s off':>8}  {'s on':>8}")
+    errors_ = [abs(a - b) / abs(a) for a, b in zip(off.losses, on.losses, strict=True)]
+    for i, row in enumerate(zip(off.losses, on.losses, errors_, off.seconds, on.seconds, strict=True), 1):
+        print("{:4d}  {:10.6f}  {:10.6f}  {:10.1e}  {:8.3f}  {:8.3f}".format(i, *row))
+    for fa, one in runs.items():
+        spread = f"{min(one.seconds):.3f} to {max(one.seconds):.3f}"
+        print(
+            f"flash attention {fa:3}  step {statistics.median(one.seconds):.3f} s ({spread}), "
+            f"compute buffers {one.memory('compute') / 2**20:.1f} MiB, "
+            f"peak of the process {one.memory('process') / 2**20:.0f} MiB"
+            + (f", of the device {one.memory('peak') / 2**20:.0f} MiB" if args.device != "cpu" else "")
+        )
+    limits = LIMITS[args.device]
+    gradients = gradient_errors(args.out / "gradients-on.gguf", args.out / "gradients-off.gguf")
+    worst = max(gradients, key=gradients.__getitem__)
+    fourth = max(len(on.losses) // 4, 1)
+    checks = [
+        Check("flash attention was off, then on", float(off.flash_attn or not on.flash_attn), 0),
+        Check("losses, relative error", max(errors_), limits.loss),
+        Check("loss falls: mean of the last quarter over that of the first",
+              statistics.mean(on.losses[-fourth:]) / statistics.mean(on.losses[:fourth]), 0.99),
+        Check(f"gradients of {len(gradients)} parameters, worst NMSE ({worst})", gradients[worst], limits.gradient),
+        Check("attention nodes on another device than their layer", len(watched["on"].misplaced), 0),
+    ]  # fmt: skip
+    if not args.no_stock:
+        print("stock llama.cpp: build, perplexity before and after ...", file=sys.stderr)
+        stock = prepare_stock()
+        before, after = (
+            require(execute(stock, one, text, perplexity=True, fa="off", ctx=args.ctx, tokens=tokens)).perplexity
+            for one in (model, tuned)
+        )
+        checks.append(Check(f"perplexity in stock llama.cpp, {before:.1f} before", after, before))
+    if args.capture:
+        capture(args, program, model, text, common)
+    for check in checks:
+        print(f"{'ok' if check.passed else 'FAILED':6}  {check.name}: {check.found:.3g} (at most {check.limit:.3g})")
+    record = {
+        "device": args.device,
+        "shape": {"name": args.shape, **dataclasses.asdict(tiny.SHAPES[args.shape])},
+        "runs": {fa: {"command": one.command[1:], "events": one.events} for fa, one in runs.items()},
+        "ops": watched["on"].all("ops"),
+        "nodes": watched["on"].all("node"),
+        "gradients": gradients,
+        "checks": [{**dataclasses.asdict(check), "passed": check.passed} for check in checks],
+    }
+    (args.out / "train.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    plot(args.out, runs)
+    print(f"results in {args.out}", file=sys.stderr)
+    return 0 if all(check.passed for check in checks) else 1
+
+
+def capture(args: argparse.Namespace, program: Path, model: Path, text: Path, common: dict[str, Any]) -> None:
+    """Captures (docs/captures.md) of the first and the last layer's attention in the middle of the training."""
+    args.capture.mkdir(parents=True, exist_ok=True)
+    for layer in (0, tiny.SHAPES[args.shape].layers - 1):
+        file = args.capture / f"{args.shape}-l{layer}.gguf"
+        middle = max(args.steps // 2, 1)
+        options = {"capture": file, "capture_layer": layer, "capture_step": middle}
+        require(execute(program, model, text, steps=middle, fa="on", **options, **common))
+        print(file)
+
+
+def plot(folder: Path, runs: dict[str, Run]) -> None:
+    """Both loss curves as losses.png and losses.svg, where matplotlib is installed."""
+    try:
+        import matplotlib as mpl
+    except ImportError:
+        print("no plot: matplotlib is not installed (pip install '.[plot]')", file=sys.stderr)
+        return
+    mpl.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (top, bottom) = pyplot.subplots(2, 1, sharex=True, figsize=(7, 6), height_ratios=(3, 1))
+    for (fa, one), style in zip(runs.items(), ("-", "--"), strict=True):
+        top.plot(range(1, len(one.losses) + 1), one.losses, style, label=f"flash attention {fa}")
+    difference = [abs(b - a) / abs(a) for a, b in zip(*(one.losses for one in runs.values()), strict=True)]
+    bottom.semilogy(range(1, len(difference) + 1), [max(d, 1e-9) for d in difference], ".")
+    top.set_ylabel("loss")
+    top.legend()
+    bottom.set_ylabel("relative error")
+    bottom.set_xlabel("step")
+    figure.tight_layout()
+    for suffix in ("png", "svg"):
+        figure.savefig(folder / f"losses.{suffix}", dpi=120)
+    pyplot.close(figure)
+
+
+# ---- the benchmark ----
+
+
+def bench(args: argparse.Namespace, program: Path, model: Path, text: Path, common: dict[str, Any]) -> int:
+    """Step time and memory by context, flash attention off and on; on a GPU the longest context of a 24 GiB card."""
+    rows = []
+    print(f"context  FA   {'step, s':>9}  {'spread':>16}  {'compute, MiB':>12}  {'device peak, MiB':>16}  loss")
+    for ctx in CONTEXTS:
+        for fa in ("off", "on"):
+            one = execute(program, model, text, steps=4, fa=fa, ctx=ctx, **common)
+            rows.append(
+                {"ctx": ctx, "fa": fa, "problem": one.problem, "command": one.command[1:], "events": one.events}
+            )
+            if one.exit_code:
+                print(f"{ctx:7}  {fa:3}  {one.problem}")
+                continue
+            times = one.seconds[1:]
+            print(
+                f"{ctx:7}  {fa:3}  {statistics.median(times):9.4f}  {min(times):.4f} .. {max(times):.4f}  "
+                f"{one.memory('compute') / 2**20:12.0f}  {one.memory('peak') / 2**20:16.0f}  {one.losses[-1]:.6f}",
+                flush=True,
+            )
+    placed = execute(program, model, text, steps=1, fa="on", ctx=CONTEXTS[1], nodes=True, **common)
+    on_cpu = [f"{e['op']} x{e['nodes']}" for e in placed.all("ops") if e["backend"] == "CPU" and e["op"] != "NONE"]
+    print(
+        f"nodes on the CPU: {', '.join(on_cpu) or 'none'}; attention elsewhere than its layer: {len(placed.misplaced)}"
+    )
+    longest = {}
+    for fa in ("off", "on") if args.device != "cpu" else ():
+        ctx = 512
+        while not execute(program, model, text, steps=1, fa=fa, ctx=ctx, memory=CARD, **common).exit_code:
+            longest[fa] = ctx
+            ctx *= 2
+        print(f"longest power of two on a card of {CARD >> 30} GiB, flash attention {fa}: {longest.get(fa, 'none')}")
+    record = {"device": args.device, "rows": rows, "placement": placed.events, "longest": longest}
+    (args.out / "bench.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(prog="scripts/train-demo", description=(__doc__ or "").strip())
+    add_arguments(parser)
+    try:
+        sys.exit(run(parser.parse_args()))
+    except errors.Failure as failure:
+        sys.exit(f"train-demo: {failure}\n  {failure.hint}".rstrip())
