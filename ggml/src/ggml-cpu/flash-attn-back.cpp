@@ -162,8 +162,8 @@ constexpr int64_t KEY_TILE = 96; // keys of a tile, a multiple of RM
 static_assert(ROW_TILE % (RN*VL) == 0 && KEY_TILE % RM == 0, "tiles are whole register blocks");
 
 constexpr int64_t ALIGNMENT  = 64;       // of everything in the work buffer: a cache line, and the widest vector
-constexpr int64_t BYTES_KV   = 14 << 20; // K and V of a block in F32
-constexpr int64_t BYTES_ROWS = 40 << 20; // S, dP and the rest that a block keeps for its rows
+constexpr int64_t BYTES_KV   = 18 << 20; // K and V of a block in F32
+constexpr int64_t BYTES_ROWS = 36 << 20; // S, dP and the rest that a block keeps for its rows
 constexpr int64_t MIN_TILES  = 8;        // row tiles that a chunk of keys must leave room for: they share its K and V
 
 // what a row tile keeps between its key tiles
@@ -232,7 +232,7 @@ plan make_plan(const ggml_tensor * dst, int n_tasks) {
     p.keys     = round_up(share(p.node.M, std::max(max_keys, KEY_TILE)), KEY_TILE);
     p.n_chunks = std::max<int64_t>(div_up(p.node.M, p.keys), 1);
 
-    const int64_t row_bytes  = ROW_TILE*(p.keys*p.planes + p.ldk + p.ldv)*f32 + sizeof(row_stats) + p.keys/KEY_TILE;
+    const int64_t row_bytes  = ROW_TILE*(p.keys*p.planes + p.ldk + p.ldv)*f32 + sizeof(row_stats) + p.n_chunks*(p.keys/KEY_TILE);
     const int64_t max_tiles  = std::max<int64_t>(BYTES_ROWS/row_bytes, 1);
     p.tiles = share(div_up(p.n_rows, ROW_TILE), max_tiles);
     p.heads = share(p.n_heads, std::max<int64_t>(std::min(max_tiles/p.tiles, BYTES_KV/(p.keys*kv_bytes)), 1));
@@ -251,7 +251,7 @@ plan make_plan(const ggml_tensor * dst, int n_tasks) {
     p.dO     = take(tiles*ROW_TILE*p.ldv*f32);
     p.strip  = take(tiles*ROW_TILE*p.keys*p.planes*f32);
     p.stats  = take(tiles*sizeof(row_stats));
-    p.masks  = take(tiles*p.keys/KEY_TILE);
+    p.masks  = take(tiles*p.n_chunks*(p.keys/KEY_TILE));
     p.loaded = take(keys/KEY_TILE);
     p.finite = take(keys);
 
@@ -422,7 +422,7 @@ struct flash_attn_back {
     }
 
     tile_mask & mask_of(int64_t ih, int64_t it, int64_t jt) const {
-        return ((tile_mask *) (work + p.masks))[tile_index(ih, it)*(p.keys/KEY_TILE) + jt];
+        return ((tile_mask *) (work + p.masks))[tile_index(ih, it)*p.n_chunks*(p.keys/KEY_TILE) + key0/KEY_TILE + jt];
     }
 
     float * strip(int64_t ih, int64_t it, int64_t jt, int64_t plane) const {
@@ -477,6 +477,9 @@ struct flash_attn_back {
         if (!mask) {
             return TILE_PLAIN;
         }
+        if (mask->ne[2] == 1 && node.N % ROW_TILE == 0 && it >= node.N/ROW_TILE) {
+            return mask_of(ih, it - node.N/ROW_TILE, jt); // the same queries of the head before
+        }
         const int64_t nk = tile_keys(jt);
         uint16_t any_bias = 0;
         uint16_t any_open = 0;
@@ -497,8 +500,10 @@ struct flash_attn_back {
     void load_keys(int64_t ih, int64_t jt, bool keep) {
         bool visible = false;
         for (int64_t it = 0; it < n_tiles; ++it) {
-            const tile_mask m = scan_mask(ih, it, jt);
-            mask_of(ih, it, jt) = m;
+            tile_mask & m = mask_of(ih, it, jt);
+            if (do_stats) { // the first sweep
+                m = scan_mask(ih, it, jt);
+            }
             visible = visible || m != TILE_MASKED;
         }
 
