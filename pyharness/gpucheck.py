@@ -3,10 +3,11 @@
 steps
   info       what is built, which devices, the driver
   oracle     the whole case list against float64
+  mma, rows  the same with the CUDA backend held to that kernel path
   target     the reference shape (24 heads of 256, 2048 queries, 75520 keys, q8_0) against the full float64 reference
   repeat     the same bits in every repeat while another stream of the device is busy
   random     random shapes: what supports_op takes must run and be right, and whatever it refuses says why
-  sanitizer  compute-sanitizer's memcheck, initcheck, racecheck and synccheck on a short list
+  sanitizer  compute-sanitizer's memcheck, initcheck, racecheck and synccheck on a short list, every kernel path
   perf       timings with ggml's unfused graph and PyTorch beside them
 
 Each step runs in processes of its own under a time box; one that is full is interrupted, and what was done is kept.
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import shutil
 import signal
@@ -33,8 +35,20 @@ from .cases import Case
 from .digest import ROOT
 
 TARGET = "FLASH_ATTN_BACK(hsk=256,hsv=256,nh=24,nhkv=4,kv=75520,nb=2048,type_K=q8_0,type_V=q8_0)"
-BOXES = {"info": 60, "oracle": 900, "target": 900, "repeat": 300, "random": 300, "sanitizer": 900, "perf": 900}
+BOXES = {
+    "info": 60,
+    "oracle": 900,
+    "mma": 600,
+    "rows": 600,
+    "target": 900,
+    "repeat": 300,
+    "random": 300,
+    "sanitizer": 900,
+    "perf": 900,
+}
 """Seconds of each step's time box."""
+
+PATH = "GGML_CUDA_FATTN_BACK_PATH"
 
 REPEATED = (
     "FLASH_ATTN_BACK(hsk=128,hsv=128,nh=8,nhkv=2,kv=2048,nb=64)",
@@ -124,18 +138,28 @@ class _Runner:
         """Seconds left in the box."""
         return max(0.0, self._end - time.monotonic())
 
-    def pyharness(self, *words: str, wrap: tuple[str, ...] = ()) -> tuple[int | None, list[str]]:
-        """Run a verb (under `wrap`); its exit code, None when the time box was full, and its lines."""
-        where = ["--libs", str(self.args.libs)] if self.args.libs else ["--preset", self.args.preset]
-        return self.command(*wrap, sys.executable, "-m", "pyharness", *words, *where)
+    def share(self, of: int) -> _Runner:
+        """A runner for one of `of` equal parts of what is left."""
+        return _Runner(self.args, self._log, time.monotonic() + self.left() / of)
 
-    def command(self, *words: str) -> tuple[int | None, list[str]]:
+    def pyharness(self, *words: str, wrap: tuple[str, ...] = (), path: str = "") -> tuple[int | None, list[str]]:
+        """Run a verb (under `wrap`, held to a kernel path); exit code (None: the box was full) and lines."""
+        where = ["--libs", str(self.args.libs)] if self.args.libs else ["--preset", self.args.preset]
+        return self.command(*wrap, sys.executable, "-m", "pyharness", *words, *where, path=path)
+
+    def command(self, *words: str, path: str = "") -> tuple[int | None, list[str]]:
         """Run a program in the tree's root; interrupted when the time box is full, killed if it does not end then."""
-        print(f"$ {' '.join(words)}", file=self._log, flush=True)
+        print(f"$ {f'{PATH}={path} ' if path else ''}{' '.join(words)}", file=self._log, flush=True)
         lines: list[str] = []
         try:
             process = subprocess.Popen(
-                words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+                words,
+                cwd=ROOT,
+                env=os.environ | ({PATH: path} if path else {}),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                errors="replace",
             )
         except OSError as e:
             print(e, file=self._log, flush=True)
@@ -184,7 +208,7 @@ def _info(runner: _Runner) -> dict[str, Any]:
     return _state(code, next((line for line in lines if runner.args.backend in line), _last(lines)).strip())
 
 
-def _oracle(runner: _Runner, *words: str) -> dict[str, Any]:
+def _oracle(runner: _Runner, *words: str, path: str = "") -> dict[str, Any]:
     args = runner.args
     common = (
         "-b",
@@ -196,11 +220,20 @@ def _oracle(runner: _Runner, *words: str) -> dict[str, Any]:
         "--timeout",
         str(runner.left()),
     )
-    code, lines = runner.pyharness("oracle", *common, *words)
+    code, lines = runner.pyharness("oracle", *common, *words, path=path)
     failed = [line.strip() for line in lines if line.startswith("failed")]
     worst = [line.strip() for line in lines if "worst NMSE" in line]
     summary = [line for line in lines if " cases: " in line] if failed or not code else []
     return _state(code, summary[-1] if summary else _last(lines), failed=failed, worst=worst)
+
+
+def _path(path: str) -> Callable[[_Runner], dict[str, Any]]:
+    def run_path(runner: _Runner) -> dict[str, Any]:
+        if not runner.args.backend.startswith("CUDA"):
+            return _state(errors.Environment.exit_code, f"{runner.args.backend} has no path {path}")
+        return _oracle(runner, path=path)
+
+    return run_path
 
 
 def _target(runner: _Runner) -> dict[str, Any]:
@@ -253,17 +286,20 @@ def _sanitizer(runner: _Runner) -> dict[str, Any]:
     if not Path(program).exists():
         return _state(errors.Environment.exit_code, "compute-sanitizer is not installed")
     found: dict[str, Any] = {}
-    for number, tool in enumerate(TOOLS):
-        share = _Runner(runner.args, runner._log, time.monotonic() + runner.left() / (len(TOOLS) - number))
+    checks = [(path, tool) for path in ("", "mma", "rows") for tool in TOOLS]
+    for number, (path, tool) in enumerate(checks):
+        share = runner.share(len(checks) - number)
         options_ = ("--tool", tool, "--error-exitcode", str(FOUND), "--print-limit", "20")
         words = ("oracle", "-b", runner.args.backend, "--no-receipt", "--no-monitor", "-o", ",".join(SANITIZED))
-        code, lines = share.pyharness(*words, wrap=(program, *options_))
+        code, lines = share.pyharness(*words, wrap=(program, *options_), path=path)
         summary = next(
             (line for line in reversed(lines) if "ERROR SUMMARY" in line or "RACECHECK SUMMARY" in line), _last(lines)
         )
-        found[tool] = {"exit_code": code, "text": summary.strip("= ")}
-    codes = [tool["exit_code"] for tool in found.values()]
-    worst = next((c for c in codes if c not in (0, None)), None if None in codes else 0)
+        found[f"{path} {tool}".strip()] = {"exit_code": code, "text": summary.strip("= ")}
+    codes = [item["exit_code"] for item in found.values()]
+    refused = errors.Environment.exit_code  # a path that takes none of the cases
+    wrong = [code for code in codes if code not in (0, None, refused)]
+    worst = wrong[0] if wrong else None if None in codes else 0 if 0 in codes else refused
     return _state(worst, "; ".join(f"{tool}: {item['text']}" for tool, item in found.items()), tools=found)
 
 
@@ -289,6 +325,8 @@ def _perf(runner: _Runner) -> dict[str, Any]:
 _STEPS: dict[str, Callable[[_Runner], dict[str, Any]]] = {
     "info": _info,
     "oracle": _oracle,
+    "mma": _path("mma"),
+    "rows": _path("rows"),
     "target": _target,
     "repeat": _repeat_step,
     "random": _random_step,

@@ -350,11 +350,11 @@ class TorchPeer(Peer):
             )
             try:
                 self._out = self._forward()
-            except RuntimeError:
+            except (RuntimeError, ValueError, TypeError):
                 self._expand = h != hkv
                 self._out = self._forward()
             self._grads = self._backward()
-        except RuntimeError as e:  # no kernel for this shape, or out of memory
+        except (RuntimeError, ValueError, TypeError) as e:  # no kernel for this shape, or out of memory
             self.__exit__(None, None, None)
             raise Unavailable(str(e).splitlines()[0][:200]) from e
         if self._expand:
