@@ -288,6 +288,8 @@ def random_cases(count: int, seed: int) -> list[Case]:
         heads = kv_heads * rng.choice((1, 2, 3, 4, 6, 7, 8))
         sequences = rng.choice((1, 1, 1, 2, 3))
         keys, queries = rng.choice((rng.randint(1, 40), rng.randint(1, 400))), rng.choice((1, rng.randint(1, 150)))
+        if rng.random() < 0.03:
+            keys, queries = rng.choice(((rng.randint(5000, 15000), rng.randint(1, 20)), (rng.randint(1, 200), 2000)))
         mask = rng.choice(MASKS).replace("W", str(rng.randint(1, 100))).replace("L", str(rng.randint(1, 100)))
         count_window = rng.choice((0, 0, rng.randint(1, keys)))
         values: dict[str, Any] = {
