@@ -133,7 +133,10 @@ class Library:
         )
 
     def refusal(self, device: Device, case: Case | Inputs) -> str | None:
-        """Why the device does not run the node, None if it does: supports_op, with the backend's own reason."""
+        """Why the device does not run the node, None if it does: supports_op, with the backend's own reason.
+
+        Raises errors.Failure when the two disagree.
+        """
         with _Node(self, case) as node:
             handle = self.handle(device)
             supported = bool(self.c.ggml_backend_dev_supports_op(handle, node.back))
@@ -141,7 +144,7 @@ class Library:
             reason = self.text(ask(handle, node.back)) if ask else None
             if ask and supported != (reason is None):
                 said = "yes" if supported else "no"
-                raise errors.Environment(
+                raise errors.Failure(
                     f"{device.name}: supports_op says {said}, the refusal says {reason!r}, for {node.case}"
                 )
             return None if supported else reason or "supports_op says no"
@@ -424,14 +427,14 @@ class Session:
         self.library.upload(self.back, np.full(self.result_bytes // 4, POISON, np.uint32))
 
     def compute(self) -> float:
-        """Compute the graph once; seconds on the host's clock until the device is done."""
+        """Compute the graph once; seconds on the host's clock until the device is done. Raises errors.Failure."""
         start = time.perf_counter()
         status = self._c.ggml_backend_graph_compute(self.backend, self.graph)
         self._c.ggml_backend_synchronize(self.backend)
         self.seconds = time.perf_counter() - start
         if status != self._c.GGML_STATUS_SUCCESS:
             text = self.library.text(self._c.ggml_status_to_string(status))
-            raise errors.Environment(f"{self.device.name}: {text} for {self.inputs.case}")
+            raise errors.Failure(f"{self.device.name}: {text} for {self.inputs.case}")
         return self.seconds
 
     def result(self) -> Result:

@@ -284,7 +284,7 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--receipts",
         type=Path,
-        default=Path("receipts"),
+        default=ggml.ROOT / "receipts",
         metavar="DIR",
         help="where the receipt goes (default: receipts)",
     )
@@ -353,8 +353,11 @@ def execute(args: argparse.Namespace, selected: list[Case]) -> int:
                 why = f"no answer within {args.timeout:g} s"
                 result = CaseResult(case, device.name, case.seed(args.seed), "failed", why)
                 stuck = True
+            except (errors.Environment, errors.Usage, MemoryError) as error:
+                why = str(error) or "out of memory"
+                result = CaseResult(case, device.name, case.seed(args.seed), "skipped", why)
             except errors.Failure as error:
-                result = CaseResult(case, device.name, case.seed(args.seed), "skipped", str(error))
+                result = CaseResult(case, device.name, case.seed(args.seed), "failed", str(error))
             results.append(result)
             reporter.case(result)
             if stuck:

@@ -175,6 +175,14 @@ def test_the_digest_names_the_bits(library: ggml.Library, cpu: ggml.Device) -> N
     assert set(first.digests) == set(first.parts)
 
 
+def test_a_backend_that_contradicts_itself_is_a_failure(
+    library: ggml.Library, cpu: ggml.Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(library, "proc", lambda *_: lambda *_: library.ffi.new("char[]", b"not today"))
+    with pytest.raises(errors.Failure, match="supports_op says yes, the refusal says 'not today'"):
+        library.refusal(cpu, small())
+
+
 def test_memory_that_cannot_be_had_is_an_error_in_words(library: ggml.Library, cpu: ggml.Device) -> None:
     huge = inputs.blank(case("hsk=576,hsv=576,nh=64,nhkv=64,kv=100000000,nb=1,type_K=f32,type_V=f32"))
     with pytest.raises((errors.Environment, MemoryError)):
