@@ -9,6 +9,8 @@ import itertools
 import json
 import random
 import re
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ import pytest
 
 from pyharness import bench, cases, cli, errors, gpucheck, inputs, monitor, peers, perf, plot, reference, statement
 from pyharness.cases import Case
+from pyharness.digest import ROOT
 from pyharness.ggml import Device, Library
 
 SMALL = "FLASH_ATTN_BACK(hsk=64,hsv=32,nh=4,nhkv=2,kv=96,nb=32)"
@@ -333,6 +336,27 @@ def test_perf_refuses_a_base_that_is_no_perf_receipt(capsys: pytest.CaptureFixtu
     (path,) = tmp_path.iterdir()
     code, _ = run(capsys, tmp_path, "-o", SMALL, "--base", str(path))
     assert code == errors.Usage.exit_code
+
+
+def test_an_abort_of_ggml_leaves_a_partial_receipt(tmp_path: Path) -> None:
+    script = """
+import sys
+from pyharness import cli, perf
+measure = perf.measure
+def aborting(case, settings):
+    yield from measure(case, settings)
+    settings.library.on_abort("GGML_ASSERT(false) failed")
+perf.measure = aborting
+sys.exit(cli.main(["perf", *sys.argv[1:]]))
+"""
+    words = ("-b", "CPU", "--runs", "3", "--no-cold", "--ceiling-gbs", "1", "--receipts", str(tmp_path), "-o", SMALL)
+    done = subprocess.run([sys.executable, "-c", script, *words], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "ggml aborted: GGML_ASSERT(false) failed" in done.stderr
+    (path,) = tmp_path.iterdir()
+    body = statement.read(path)["predicate"]["receipt"]
+    assert body["partial"] is True
+    assert len(body["perf"]["measurements"]) == 1
 
 
 def test_memory_is_that_of_the_buffers_and_what_the_gpu_showed(library: Library, cpu: Device) -> None:
