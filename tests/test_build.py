@@ -77,6 +77,24 @@ def test_a_trainer_builds_against_the_installed_package_and_learns(built: Path, 
     assert [line.partition(":")[0] for line in output.splitlines()[1:]] == ["f32", "f16", "bf16"]
 
 
+def test_sanitizers_find_nothing() -> None:
+    libraries = [
+        run(os.environ.get("CC", "cc"), f"-print-file-name=lib{name}.so").strip() for name in ("asan", "ubsan")
+    ]
+    if not all(Path(library).is_file() for library in libraries):
+        pytest.skip("the compiler comes without sanitizers")
+    build.build("asan", "ggml")
+    few = r"hsk=(8|40),|kv=1,|nb=1,|mask=(rows|docs|swa)|vview=1|layout="
+    options = ["--preset", "asan", "-b", "CPU", "--no-receipt", "--no-monitor", "-p", few]
+    output = run(
+        sys.executable,
+        *("-m", "pyharness", "oracle", *options),
+        LD_PRELOAD=" ".join(libraries),
+        ASAN_OPTIONS="detect_leaks=0",  # Python's own
+    )
+    assert " 0 failed, 0 unsupported" in output
+
+
 # ---- configuring ----
 
 

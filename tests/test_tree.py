@@ -393,7 +393,7 @@ def test_half_an_archive_leaves_nothing_behind(index: Path, tmp_path: Path) -> N
 
 
 def test_an_archive_that_leads_out_of_its_folder_is_refused(index: Path, tmp_path: Path) -> None:
-    archive(index, {"some_tree-1.0/vendor/tree/../../../../escaped": b"x"})
+    archive(index, SDIST | {"some_tree-1.0/vendor/tree/../../../../escaped": b"x"})
     with pytest.raises(TreeError):
         tree.unpack(index / "some_tree-1.0.tar.gz", "vendor/tree", tmp_path / "upstream/tree")
     assert list((tmp_path / "upstream").iterdir()) == []
