@@ -23,6 +23,7 @@ class Shape:
     ff: int = 256
     context: int = 2048
     tied: bool = False  # the output matrix is the token embedding, which llama.cpp does not train
+    words: int = 0  # entries of the (SPM) tokenizer that are kept, 0 = all; the rest of a text becomes bytes
 
     @property
     def bias(self) -> bool:
@@ -32,7 +33,7 @@ class Shape:
 
 SHAPES = {
     "llama": Shape(layers=4, embd=256, heads=8, kv_heads=2, ff=512),
-    "tiny": Shape(),
+    "tiny": Shape(embd=64, ff=128),
     "qwen2": Shape("qwen2", heads=14, kv_heads=2, embd=896, ff=1024),
     "gemma2": Shape("gemma2", heads=4, kv_heads=2, head=256, tied=True),
     "sinks": Shape("granite_swa"),
@@ -43,19 +44,22 @@ SHAPES = {
     "tinyllama-1.1b": Shape(layers=22, embd=2048, heads=32, kv_heads=4, ff=5632),
     "llama-8b": Shape(layers=32, embd=4096, heads=32, kv_heads=8, head=128, ff=14336),
 }
-"""Known shapes. The first five are small; those of whole models are meant to be narrowed by `replace`."""
+"""Known shapes. The first five are small; those of whole models are meant to be narrowed with dataclasses.replace."""
 
 
 def write(file: Path, shape: Shape, vocabulary: Path, seed: int = 0) -> None:
     """Writes an F32 model with random weights and the tokenizer of `vocabulary`, a ggml-vocab-*.gguf of llama.cpp."""
     reader = gguf.GGUFReader(vocabulary)
     tokenizer = {name: field for name, field in reader.fields.items() if name.startswith("tokenizer.")}
-    words = len(tokenizer["tokenizer.ggml.tokens"].data)
+    words = shape.words or len(tokenizer["tokenizer.ggml.tokens"].data)
     writer = gguf.GGUFWriter(file, shape.arch)
     for name, value in _metadata(shape, words).items():
         _add(writer, name, value)
     for name, field in tokenizer.items():
-        writer.add_key_value(name, field.contents(), field.types[0], field.types[-1] if len(field.types) > 1 else None)
+        value = field.contents()
+        if name in ("tokenizer.ggml.tokens", "tokenizer.ggml.scores", "tokenizer.ggml.token_type"):
+            value = value[:words]
+        writer.add_key_value(name, value, field.types[0], field.types[-1] if len(field.types) > 1 else None)
     rng = np.random.default_rng(seed)
     for name, size in _tensors(shape, words).items():
         if name.endswith("norm.weight"):

@@ -22,7 +22,7 @@ import gguf
 import numpy as np
 import numpy.typing as npt
 
-from . import build, errors, tiny, tree
+from . import build, errors, tiny
 from .digest import ROOT
 
 PROGRAM = "flash-attn-train"
@@ -141,6 +141,8 @@ def prepare(preset: str) -> Path:
 
 def prepare_stock(root: Path = ROOT) -> Path:
     """The training program on upstream's pinned llama.cpp, without the patch, built with upstream's own CMake files."""
+    from . import tree
+
     pin = tree.base()
     source, binary = root / "build/stock" / pin.folder, root / "build/stock/bin"
     if not source.exists():
@@ -172,6 +174,8 @@ def corpus() -> str:
 
 def vocabulary(root: Path = ROOT) -> Path:
     """The tokenizer that upstream's tree ships."""
+    from . import tree
+
     return root / "build/upstream" / tree.base().folder / VOCABULARY
 
 

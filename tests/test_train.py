@@ -1,13 +1,247 @@
+"""Training in llama.cpp with flash attention on the CPU: what the patch promises, and reports of failed finetunes."""
+
 from __future__ import annotations
 
+import dataclasses
+import subprocess
 from pathlib import Path
+from typing import Any
 
-from pyharness import tree
+import gguf
+import numpy as np
+import pytest
+
+from pyharness import capture_file, ggml, oracle, tiny, train, tree
+
+pytestmark = pytest.mark.slow
+
+Options = dict[str, Any]
+NARROW: Options = {"embd": 64, "ff": 64}
+WORDS = 2048
+
+
+class Trainer:
+    """The training program with models and a text of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.program = train.prepare("cpu")
+        self.text = folder / "text.txt"
+        self.text.write_text(train.corpus()[:20000], encoding="utf-8")
+
+    def model(self, name: str, **changes: Any) -> Path:
+        """A model of a known shape with some sizes changed."""
+        shape = dataclasses.replace(tiny.SHAPES[name], words=WORDS, **changes)
+        if shape.arch == "qwen2":  # q is as wide as the model
+            shape = dataclasses.replace(shape, embd=shape.heads * shape.head)
+        file = self.folder / f"{name}-{abs(hash(shape))}.gguf"
+        if not file.exists():
+            tiny.write(file, shape, train.vocabulary())
+        return file
+
+    def run(self, model: Path, **options: Any) -> train.Run:
+        """A run that ends well."""
+        return train.require(self.attempt(model, **options))
+
+    def attempt(self, model: Path, **options: Any) -> train.Run:
+        return train.execute(self.program, model, self.text, device="none", **options)
+
+    def gradients(self, model: Path, **options: Any) -> dict[str, np.ndarray[Any, np.dtype[np.float32]]]:
+        file = self.folder / "gradients.gguf"
+        self.run(model, grads=file, **({"steps": 1} | options))
+        return train.tensors(file)
+
+
+@pytest.fixture(scope="module")
+def trainer(tmp_path_factory: pytest.TempPathFactory) -> Trainer:
+    return Trainer(tmp_path_factory.mktemp("train"))
+
+
+def agree(trainer: Trainer, model: Path, **options: Any) -> train.Run:
+    """Trains with flash attention off and on; the losses have to agree. Returns the run with it on."""
+    off, on = (trainer.run(model, fa=fa, **options) for fa in ("off", "on"))
+    assert (off.flash_attn, on.flash_attn) == (False, True)
+    np.testing.assert_allclose(on.losses, off.losses, rtol=train.LIMITS["cpu"].loss)
+    return on
+
+
+def test_losses_agree_for_50_steps_and_fall(trainer: Trainer) -> None:
+    on = agree(trainer, trainer.model("tiny"), steps=50, tokens=600)  # the third window is padded
+    assert np.mean(on.losses[-3:]) < 0.7 * np.mean(on.losses[:3])
+
+
+@pytest.mark.parametrize("name", ["tiny", "qwen2", "gemma2", "sinks", "stories260k"])
+def test_gradients_of_every_parameter_agree(trainer: Trainer, name: str) -> None:
+    files = {fa: trainer.folder / f"{fa}.gguf" for fa in ("on", "off")}
+    for fa, file in files.items():
+        trainer.run(trainer.model(name, **NARROW), steps=1, fa=fa, grads=file)
+    found = train.gradient_errors(files["on"], files["off"])
+    assert {name.rpartition(".")[0].rpartition(".")[2] for name in found} >= {"attn_q", "attn_k", "attn_v", "ffn_up"}
+    assert max(found.values()) < train.LIMITS["cpu"].gradient, found
+
+
+@pytest.mark.parametrize(("name", "part"), [("gemma2", "ffn_gate"), ("gemma2", "attn_k"), ("sinks", "attn_sinks")])
+def test_gradients_are_slopes_of_the_loss(trainer: Trainer, name: str, part: str) -> None:
+    """Along its own gradient the loss has the gradient's length as its slope: checks GEGLU, TANH and sinks as well."""
+    model = trainer.model(name, **NARROW)
+    gradients = {n: g for n, g in trainer.gradients(model, fa="on").items() if part in n}
+    length = np.sqrt(sum(np.sum(np.square(g, dtype=np.float64)) for g in gradients.values()))
+    step = 2e-4 / length  # far above the rounding of a loss of 8
+    losses = []
+    for sign in (1, -1):
+        moved = trainer.folder / "moved.gguf"
+        moved.write_bytes(model.read_bytes())
+        for tensor in gguf.GGUFReader(moved, "r+").tensors:
+            if tensor.name in gradients:
+                tensor.data[:] += np.float32(sign * step / length) * gradients[tensor.name].reshape(tensor.data.shape)
+        losses += trainer.run(moved, steps=1, fa="on").losses
+    assert (losses[0] - losses[1]) / (2 * step) == pytest.approx(length, rel=1e-2)
+
+
+def test_sinks_are_trained_with_flash_attention(trainer: Trainer) -> None:
+    gradients = trainer.gradients(trainer.model("sinks", **NARROW), fa="on")
+    assert all(np.abs(g).max() > 0 for n, g in gradients.items() if n.endswith("attn_sinks.weight"))
+
+
+def test_attention_runs_where_its_layer_lies(trainer: Trainer) -> None:
+    run = trainer.run(trainer.model("tiny"), steps=1, fa="on", nodes=True)
+    found = sorted((node["op"], node["layer"]) for node in run.all("node"))
+    assert found == [("FLASH_ATTN_BACK", 0), ("FLASH_ATTN_BACK", 1), ("FLASH_ATTN_EXT", 0), ("FLASH_ATTN_EXT", 1)]
+    assert not run.misplaced
+
+
+def test_every_step_starts_from_zero_gradients(trainer: Trainer) -> None:
+    still: Options = {"optimizer": "sgd", "lr": 1e-20, "tokens": 257}  # one window, weights that do not move
+    first, third = (trainer.gradients(trainer.model("tiny"), steps=s, grads_step=s, **still) for s in (1, 3))
+    for name, gradient in first.items():
+        np.testing.assert_array_equal(third[name], gradient, err_msg=name)
+
+
+def test_sequences_of_a_batch_do_not_see_each_other(trainer: Trainer) -> None:
+    still: Options = {"optimizer": "sgd", "lr": 1e-20}
+    model = trainer.model("tiny")
+    both = agree(trainer, model, steps=1, ctx=512, seqs=2, **still)
+    apart = trainer.run(model, steps=2, ctx=256, **still)
+    assert both.losses[0] == pytest.approx(np.mean(apart.losses), rel=1e-6)
+
+
+def test_sequences_need_a_unified_cache(trainer: Trainer) -> None:
+    run = trainer.attempt(trainer.model("tiny"), steps=1, ctx=512, seqs=2, kv_unified=False)
+    assert "training with several sequences needs a unified KV cache" in run.problem
+
+
+def test_smaller_ubatch_trains_without_gradients_of_k_and_v_and_says_so(trainer: Trainer) -> None:
+    run = agree(trainer, trainer.model("tiny"), steps=2, ctx=512, ubatch=128)
+    assert not run.all("start")[0]["kv_gradients"]
+    assert "the K and V projections will not receive gradients" in run.messages
+
+
+SHIM = r"""
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <stdbool.h>
+#include <string.h>
+#include "ggml-backend.h"
+
+bool ggml_backend_dev_supports_op(ggml_backend_dev_t dev, const struct ggml_tensor * op) {
+    bool (*real)(ggml_backend_dev_t, const struct ggml_tensor *) = dlsym(RTLD_NEXT, "ggml_backend_dev_supports_op");
+    return op->op != GGML_OP_FLASH_ATTN_BACK && real(dev, op);
+}
+
+static const char * refusal(ggml_backend_dev_t dev, const struct ggml_tensor * op) {
+    return "no gradients on Sundays";
+}
+
+void * ggml_backend_reg_get_proc_address(ggml_backend_reg_t reg, const char * name) {
+    void * (*real)(ggml_backend_reg_t, const char *) = dlsym(RTLD_NEXT, "ggml_backend_reg_get_proc_address");
+    return strcmp(name, "ggml_backend_flash_attn_back_refusal") ? real(reg, name) : (void *) refusal;
+}
+"""
+
+
+def test_flash_attention_goes_off_with_the_devices_reason(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, shim = trainer.folder / "shim.c", trainer.folder / "shim.so"
+    source.write_text(SHIM)
+    include = ggml.find_headers(trainer.program.parent)
+    subprocess.run(["cc", "-shared", "-fPIC", "-w", f"-I{include}", source, "-o", shim], check=True)
+    monkeypatch.setenv("LD_PRELOAD", str(shim))
+    run = trainer.run(trainer.model("tiny"), steps=1, fa="on")
+    assert not run.flash_attn
+    assert "disabling flash attention: layer 0 on CPU: no gradients on Sundays" in run.messages
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+def test_captures_of_a_training_pass_the_oracle(
+    trainer: Trainer, cpu: ggml.Device, library: ggml.Library, layer: int
+) -> None:
+    file = trainer.folder / "capture.gguf"
+    trainer.run(trainer.model("tiny"), steps=3, fa="on", capture=file, capture_layer=layer, capture_step=3)
+    given = capture_file.read(file).inputs
+    assert (given.q.shape, given.type_K, given.type_V) == ((1, 4, 256, 64), "f32", "f32")
+    result = oracle.check(library, cpu, given.case, 0)
+    assert result.status == "ok", result.reason
+
+
+def test_checkpoint_is_better_in_stock_llama(trainer: Trainer) -> None:
+    model, tuned = trainer.model("tiny"), trainer.folder / "tuned.gguf"
+    trainer.run(model, steps=6, fa="on", tokens=600, save=tuned)
+    stock = train.prepare_stock()
+    before, after = (
+        train.require(train.execute(stock, m, trainer.text, perplexity=True, tokens=600)).perplexity
+        for m in (model, tuned)
+    )
+    assert after < 0.9 * before
+
+
+# ---- public reports ----
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        pytest.param({"name": "qwen2.5-0.5b", "layers": 3}, id="u01-qwen2.5-0.5b"),
+        pytest.param({"name": "llama3.2-1b", "layers": 3}, id="u01-llama-3.2-1b"),
+        pytest.param({"name": "tinyllama-1.1b", "layers": 3}, id="u02-tinyllama"),
+        pytest.param({"name": "smollm2-135m"}, id="u01-u03-smollm2-135m"),
+        pytest.param({"name": "llama-8b", "layers": 2}, id="u05-llama-8b"),
+        pytest.param({"name": "stories260k"}, id="u06-stories260k"),
+    ],
+)
+def test_reported_model_trains(trainer: Trainer, shape: Options) -> None:
+    agree(trainer, trainer.model(**(NARROW | shape)), steps=2)
+
+
+def test_u03_graph_of_many_layers_fits_with_a_small_ubatch(trainer: Trainer) -> None:
+    agree(trainer, trainer.model("smollm2-135m", **NARROW), steps=1, ctx=512, ubatch=256)
+
+
+def test_u04_ubatch_of_4_trains(trainer: Trainer) -> None:
+    run = agree(trainer, trainer.model("tiny"), steps=1, ubatch=4)
+    assert "n_ubatch (4) != n_ctx (256)" in run.messages
+
+
+@pytest.mark.parametrize("types", [("q5_1", "q5_1"), ("q8_0", "q4_0"), ("f16", "f32")])
+def test_u14_cache_types_do_not_move_attention_to_another_device(trainer: Trainer, types: tuple[str, str]) -> None:
+    run = trainer.run(
+        trainer.model("tiny"), steps=1, ctx=512, ubatch=256, fa="on", type_k=types[0], type_v=types[1], nodes=True
+    )
+    assert run.flash_attn
+    assert run.all("node")
+    assert not run.misplaced
+
+
+def test_u14_quantized_v_without_flash_attention_is_refused_in_words(trainer: Trainer) -> None:
+    run = trainer.attempt(trainer.model("tiny"), steps=1, ctx=512, ubatch=256, fa="off", type_v="q8_0")
+    assert "V cache" in run.problem + run.messages
+    assert run.exit_code
+
+
+# ---- the patch ----
 
 
 def test_hooks_of_llama_lie_outside_ggml(tmp_path: Path) -> None:
     for file in ("include/ggml.h", "src/ggml.c"):
         (tmp_path / "ggml" / file).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "ggml" / file).touch()
-    assert tree._place(tmp_path, "src/llama-context.cpp") == tmp_path / "src/llama-context.cpp"
-    assert tree._place(tmp_path, "src/ggml.c") == tmp_path / "ggml/src/ggml.c"
+    assert tree.place(tmp_path, "src/llama-context.cpp") == tmp_path / "src/llama-context.cpp"
+    assert tree.place(tmp_path, "src/ggml.c") == tmp_path / "ggml/src/ggml.c"

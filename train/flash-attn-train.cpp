@@ -42,11 +42,11 @@ struct options {
     std::string optimizer = "adamw"; // or sgd
     std::string fa        = "on";    // off, on, auto
     std::string type_k = "f32", type_v = "f32";
-    int     steps = 0, ctx = 256, batch = 0, ubatch = 0, seqs = 1, ngl = -1, threads = 2, capture_layer = 0, capture_step = 1;
+    int     steps = 0, ctx = 256, batch = 0, ubatch = 0, seqs = 1, ngl = -1, threads = 2, grads_step = 1, capture_layer = 0, capture_step = 1;
     int64_t tokens = 0;              // of the text, 0 = all
     double  lr = 1e-3;
     int64_t memory = 0;              // bytes that a GPU is to have free, 0 = what it has
-    bool    nodes = false, perplexity = false, kv_offload = true;
+    bool    nodes = false, perplexity = false, kv_offload = true, kv_unified = true;
 
     options(int argc, char ** argv) {
         for (int i = 1; i + 1 < argc; i += 2) {
@@ -55,6 +55,7 @@ struct options {
             else if (key == "--text")          { text          = value; }
             else if (key == "--save")          { save          = value; }
             else if (key == "--grads")         { grads         = value; }
+            else if (key == "--grads-step")    { grads_step    = std::stoi(value); }
             else if (key == "--capture")       { capture       = value; }
             else if (key == "--capture-layer") { capture_layer = std::stoi(value); }
             else if (key == "--capture-step")  { capture_step  = std::stoi(value); }
@@ -76,6 +77,7 @@ struct options {
             else if (key == "--nodes")         { nodes         = value == "1"; }
             else if (key == "--perplexity")    { perplexity    = value == "1"; }
             else if (key == "--kv-offload")    { kv_offload    = value == "1"; }
+            else if (key == "--kv-unified")    { kv_unified    = value == "1"; }
             else { fail("unknown option " + key); }
         }
         if (model.empty() || text.empty() || argc % 2 == 0) {
@@ -96,16 +98,17 @@ static ggml_type type_of(const std::string & name) {
     fail("no type is called " + name);
 }
 
-// the layer in the name of a tensor or of one that it is a view of, -1 if none has one
+// the layer in the name of a tensor or of the nearest one that it is made of, -1 if none has one
 static int layer_of(const ggml_tensor * tensor) {
     static const std::regex suffix("-(\\d+)");
-    for (; tensor; tensor = tensor->view_src ? tensor->view_src : tensor->src[0]) {
-        std::cmatch found;
-        if (std::regex_search(tensor->name, found, suffix)) {
-            return std::stoi(found[1]);
-        }
-        if (tensor->op == GGML_OP_NONE) {
-            break;
+    std::cmatch found;
+    if (std::regex_search(tensor->name, found, suffix)) {
+        return std::stoi(found[1]);
+    }
+    for (const ggml_tensor * src : tensor->src) {
+        const int layer = src ? layer_of(src) : -1;
+        if (layer >= 0) {
+            return layer;
         }
     }
     return -1;
@@ -180,7 +183,7 @@ struct observer {
 
     bool wants(const ggml_tensor * node) const {
         if (node->op == GGML_OP_OPT_STEP_ADAMW || node->op == GGML_OP_OPT_STEP_SGD) {
-            return step == 1 && !opt.grads.empty();
+            return step == opt.grads_step && !opt.grads.empty();
         }
         return node->op == GGML_OP_FLASH_ATTN_BACK && step == opt.capture_step && !opt.capture.empty() &&
             layer_of(node->src[0]) == opt.capture_layer;
@@ -306,7 +309,8 @@ static void train(llama_context * ctx, llama_model * model, const options & opt,
             labels[i] = first + i + 1 < tokens.size() ? tokens[first + i + 1] : eos;
         }
         seen.step = step;
-        const bool watch = (step == 1 && (opt.nodes || !opt.grads.empty())) || (step == opt.capture_step && !opt.capture.empty());
+        const bool watch = (step == 1 && opt.nodes) || (step == opt.grads_step && !opt.grads.empty()) ||
+            (step == opt.capture_step && !opt.capture.empty());
         ggml_backend_sched_set_eval_callback(ctx->get_sched(), watch ? observer::callback : nullptr, &seen);
 
         const auto start = std::chrono::steady_clock::now();
@@ -429,7 +433,7 @@ int main(int argc, char ** argv) {
     params.n_batch           = opt.batch;
     params.n_ubatch          = opt.ubatch;
     params.n_seq_max         = opt.seqs;
-    params.kv_unified        = true;
+    params.kv_unified        = opt.kv_unified;
     params.n_threads         = opt.threads;
     params.n_threads_batch   = opt.threads;
     params.flash_attn_type   = opt.fa == "on" ? LLAMA_FLASH_ATTN_TYPE_ENABLED : opt.fa == "off" ? LLAMA_FLASH_ATTN_TYPE_DISABLED : LLAMA_FLASH_ATTN_TYPE_AUTO;

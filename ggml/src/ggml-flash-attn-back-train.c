@@ -33,6 +33,7 @@ const char * ggml_flash_attn_back_train_refusal(ggml_backend_dev_t dev, const st
         const ggml_backend_flash_attn_back_refusal_t refusal = (ggml_backend_flash_attn_back_refusal_t)
             ggml_backend_reg_get_proc_address(ggml_backend_dev_backend_reg(dev), "ggml_backend_flash_attn_back_refusal");
         reason = refusal ? refusal(dev, back) : "the backend has no FLASH_ATTN_BACK";
+        reason = reason ? reason : "the device does not run FLASH_ATTN_BACK on these tensors";
     }
     ggml_free(ctx);
     return reason;
