@@ -2,15 +2,16 @@
 
 The loss is sum(out * dO) with a random dO. A case's `grads` says which of q, k, v and the sinks are parameters;
 K and V of another type than F32 are reached through a cast. Each case runs in several graphs: `plain`; `views`
-(q through PERMUTE of a VIEW, k and v through RESHAPE, PERMUTE and the cast); `shared` (one tensor is k and v);
-`twice` (q, k and v go into two attentions). Every graph must hold one FLASH_ATTN_BACK node for each attention,
-asked for no gradient that nobody needs, and run on one device.
+(q through PERMUTE of a VIEW, k through a cast of a PERMUTE of a RESHAPE, v through a PERMUTE of a cast of a RESHAPE);
+`shared` (one tensor is k and v); `twice` (q, k and v go into two attentions). Every graph must hold one FLASH_ATTN_BACK
+node for each attention, asked for no gradient that nobody needs, and run on one device.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
 from typing import Any
 
 import numpy as np
@@ -47,6 +48,18 @@ class _Problem:
             k, v = (x.reshape(s, x.shape[1], hkv, -1).transpose(0, 2, 1, 3) for x in (k, v))
         scale = self.given.scale
         return [(q, k, v, scale), (q, k, v, scale / 2)] if self.graph == "twice" else [(q, k, v, scale)]
+
+    def logical(self, name: str, index: tuple[Any, ...]) -> tuple[int, ...]:
+        """An element of a parameter in the coordinates of Inputs; queries from -1 where `views` leaves rows out."""
+        place = [int(i) for i in index]
+        if self.graph == "views" and name == "q":
+            s, row, h, c = place
+            place = [s, h, row - 1, c]
+        elif self.graph == "views" and name in ("k", "v"):
+            s, j, column = place
+            g, c = divmod(column, self.values[name].shape[2] // self.given.sizes[2])
+            place = [s, g, j, c]
+        return tuple(place)
 
     def loss(self, values: dict[str, F64]) -> float:
         """sum(out * dO), straight from the definition."""
@@ -210,21 +223,24 @@ class _Graph:
         c, ctx, given = self.c, self.ctx, self.problem.given
         q, k = self.parameters["q"], self.parameters["k"]
         v = k if self.problem.graph == "shared" else self.parameters["v"]
-        if self.problem.graph == "views":
-            s, h, hkv, n, m = given.sizes
-            nb = q.nb
-            q = c.ggml_view_4d(ctx, q, q.ne[0], h, n, s, nb[1], nb[2], nb[3], nb[2])
-            q = c.ggml_permute(ctx, q, 0, 2, 1, 3)
-            k, v = (
-                c.ggml_permute(ctx, c.ggml_reshape_4d(ctx, x, x.ne[0] // hkv, hkv, m, s), 0, 2, 1, 3) for x in (k, v)
-            )
+        views = self.problem.graph == "views"
+        s, h, hkv, n, m = given.sizes
+
+        def swap(tensor: Any) -> Any:
+            return c.ggml_permute(ctx, tensor, 0, 2, 1, 3)
 
         def cast(tensor: Any, kind: str) -> Any:
             return tensor if kind == "f32" else c.ggml_cast(ctx, tensor, int(cases.TYPES[kind]))
 
-        shared = self.problem.graph == "shared"
+        if views:
+            q = swap(c.ggml_view_4d(ctx, q, q.ne[0], h, n, s, q.nb[1], q.nb[2], q.nb[3], q.nb[2]))
+            k, v = (c.ggml_reshape_4d(ctx, x, x.ne[0] // hkv, hkv, m, s) for x in (k, v))
+            k = swap(k)
         k = cast(k, given.type_K)
-        return q, k, k if shared else cast(v, given.type_V)
+        if self.problem.graph == "shared":
+            return q, k, k
+        v = cast(v, given.type_V)
+        return q, k, swap(v) if views else v
 
     def structure(self) -> list[str]:
         """What is wrong with the backward graph itself."""
@@ -293,7 +309,7 @@ def _compare(
     with np.errstate(divide="ignore", invalid="ignore"):
         nmse = float(np.square(difference).sum() / (np.square(want).sum() + count * NOISE**2))
     worst = int(difference.argmax())
-    index = tuple(int(i) for i in np.unravel_index(int(flat[worst]), array.shape))
+    index = problem.logical(name, np.unravel_index(int(flat[worst]), array.shape))
     why = "" if np.isfinite(found).all() else "not finite"
     return PartResult(
         part,
@@ -337,6 +353,17 @@ def run(args: argparse.Namespace) -> int:
     results: list[CaseResult] = []
     stopped = 0
     with report.Reporter(args.output, len(work), args.seed, verb="grad") as reporter:
+
+        def aborted(message: str) -> None:
+            device, case, graph = work[len(results)]
+            why = f"{graph}: ggml aborted: {message.strip()}"
+            results.append(CaseResult(case, device.name, case.seed(args.seed), "failed", why, path=graph))
+            reporter.case(results[-1])
+            reporter.finish(results, len(work))
+            reporter.flush()
+            os._exit(1)
+
+        otherwise, library.on_abort = library.on_abort, aborted
         for device, case, graph in work:
             reporter.start(case)
             try:
@@ -345,5 +372,6 @@ def run(args: argparse.Namespace) -> int:
                 stopped = errors.INTERRUPTED
                 break
             reporter.case(results[-1])
+        library.on_abort = otherwise
         reporter.finish(results, len(work))
     return stopped or exit_code(results, args.strict)

@@ -207,7 +207,8 @@ def failure(result: CaseResult, seed: int, verb: str = "oracle") -> str:
     lines = [f"  {result.reason}"]
     lines += [f"  {part_failure(part)}" for part in result.parts.values() if not part.passed]
     lines.append(f"  seed {result.seed} (--seed {seed})")
-    lines.append(f"  {replay(result.case, result.device, seed, verb)}")
+    graph = f" --graph {result.path}" if verb == "grad" else ""
+    lines.append(f"  {replay(result.case, result.device, seed, verb)}{graph}")
     return "\n".join(lines)
 
 

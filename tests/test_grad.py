@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from attention import case, last_words, parameters, small
 
-from pyharness import cases, ggml, gradcheck, inputs, reference
+from pyharness import cases, ggml, gradcheck, inputs, reference, report
 from pyharness.cases import Case
 
 LISTED = [(str(c), graph) for c in cases.load(cases.GRAD) for graph in gradcheck.graphs(c)]
@@ -22,12 +22,19 @@ def test_autodiff_agrees_with_finite_differences(
     assert found.status == "ok", found.reason
 
 
-def test_a_wrong_gradient_is_found(library: ggml.Library, cpu: ggml.Device, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("graph", gradcheck.GRAPHS)
+def test_a_wrong_gradient_is_found_and_placed(
+    library: ggml.Library, cpu: ggml.Device, monkeypatch: pytest.MonkeyPatch, graph: str
+) -> None:
     loss = gradcheck._Problem.loss
     monkeypatch.setattr(gradcheck._Problem, "loss", lambda self, values: 1.01 * loss(self, values))
-    found = gradcheck.check(library, cpu, small(), 0, samples=10)
+    found = gradcheck.check(library, cpu, small(), 0, graph, samples=10)
     assert found.status == "failed"
     assert "dq: NMSE" in found.reason
+    text = report.failure(found, 0, "grad")
+    assert "worst at (s=0, h=" in text
+    assert "worst at (s=0, g=" in text
+    assert f"python -m pyharness grad -b CPU --seed 0 -o '{small()}' --graph {graph}" in text
 
 
 def test_the_wanted_gradients_of_the_node_are_minimal(library: ggml.Library, cpu: ggml.Device) -> None:
