@@ -5,12 +5,14 @@ Runs on any Python with the standard library alone, and then on the virtual envi
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -23,22 +25,33 @@ class SetupError(Exception):
 
 
 def main(verb: str, args: list[str]) -> int:
-    """Set up, then run the verb `oracle` or `test` with its arguments, or only `install` extras; returns the exit code."""
+    """Set up, then run `oracle` or `test` with its arguments, or only `install` the extras; returns the exit code."""
     try:
         check_machine()
-        (ROOT / "build").mkdir(exist_ok=True)
-        with (ROOT / "build/.setup.lock").open("w") as lock:  # one set-up at a time in a checkout
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        with _lock():
             install(*{"install": args, "test": ["test"], "oracle": []}[verb])
             if verb == "install":
                 return 0
             build("cpu", "all" if verb == "test" else "ggml")
+        return test(args) if verb == "test" else os.execv(PYTHON, [str(PYTHON), "-m", "pyharness", verb, *args])
     except KeyboardInterrupt:
         return 130
     except (SetupError, OSError) as error:
         print(f"scripts/{verb}: {error}", file=sys.stderr)
         return 3
-    return test(args) if verb == "test" else subprocess.run([str(PYTHON), "-m", "pyharness", verb, *args]).returncode
+
+
+@contextlib.contextmanager
+def _lock() -> Iterator[None]:
+    """Lets one set-up at a time into a checkout."""
+    (ROOT / "build").mkdir(exist_ok=True)
+    with (ROOT / "build/.setup.lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print("waiting for another set-up of this checkout ...", file=sys.stderr, flush=True)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def check_machine() -> None:
@@ -55,15 +68,16 @@ def install(*extras: str) -> None:
     """The virtual environment .venv with pyharness and the packages of extras of pyproject.toml."""
     wanted = hashlib.sha256((ROOT / "pyproject.toml").read_bytes() + sys.version.encode()).hexdigest()
     stamps = {path: set(path.name.split("-", 1)[1].split(",")) for path in VENV.glob("installed-*")}
-    if PYTHON.exists() and any(set(extras) <= found and _text(path) == wanted for path, found in stamps.items()):
+    whole = PYTHON.exists() and str(VENV) in _text(VENV / "bin/activate")  # its programs name the place it was made in
+    if whole and any(set(extras) <= found and _text(path) == wanted for path, found in stamps.items()):
         return
-    if not PYTHON.exists():
+    if not whole:
         shutil.rmtree(VENV, ignore_errors=True)
         hint = "Python's venv module is missing or broken (Debian: apt install python3-venv)"
         _step("virtual environment", [sys.executable, "-m", "venv", str(VENV)], hint)
     hint = "check the network and pip's settings (`pip config list`; PIP_INDEX_URL, HTTPS_PROXY, PIP_CERT are honoured)"
     pip = [str(PYTHON), "-m", "pip", "install", "--disable-pip-version-check", "--quiet", "--editable"]
-    _step("Python packages", [*pip, f"{ROOT}[{','.join(extras)}]"], hint)
+    _step("Python packages", [*pip, f"{ROOT}[{','.join(extras)}]" if extras else str(ROOT)], hint)
     (VENV / f"installed-{','.join(extras)}").write_text(wanted)
 
 
@@ -75,7 +89,7 @@ def build(preset: str, target: str = "all") -> Path:
         shutil.rmtree(folder)
     if not (folder / "build.ninja").exists():
         _step(f"configuration of build/{preset}", ["cmake", "--preset", preset, "--fresh"])
-    _step(f"build of build/{preset}", ["cmake", "--build", str(folder), "--target", target], quiet=True)
+    _step(f"build of build/{preset}", ["cmake", "--build", str(folder), "--target", target])
     return folder
 
 
@@ -108,9 +122,8 @@ def test(args: list[str]) -> int:
     return 1 if failed else 0
 
 
-def _step(name: str, command: list[str], hint: str = "", quiet: bool = False) -> None:
-    if not quiet:
-        print(f"{name} ...", file=sys.stderr, flush=True)
+def _step(name: str, command: list[str], hint: str = "") -> None:
+    print(f"{name} ...", file=sys.stderr, flush=True)
     try:
         done = subprocess.run(
             command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
