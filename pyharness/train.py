@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import hashlib
 import json
 import shlex
 import shutil
@@ -197,9 +198,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--libs", type=Path, metavar="DIR", help=f"folder of a built {PROGRAM} and its libraries")
     parser.add_argument("--vocabulary", type=Path, metavar="GGUF", help="another tokenizer")
     parser.add_argument("--out", type=Path, default=ROOT / "build/train-demo", metavar="DIR", help="results")
-    parser.add_argument(
-        "--capture", type=Path, metavar="DIR", help="store first and last layer's attention mid-training"
-    )
+    parser.add_argument("--capture", type=Path, metavar="DIR", help="store two layers' attention mid-training")
+    parser.add_argument("--capture-rows", type=int, default=64, metavar="N", help="last queries of it, 0 = all (64)")
+    parser.add_argument("--licence", default="unknown", help="licence of the text, for the captures")
 
 
 def words(numbers: Iterable[int]) -> str:
@@ -306,12 +307,31 @@ def demo(args: argparse.Namespace, program: Path, model: Path, text: Path, commo
 
 def capture(args: argparse.Namespace, program: Path, model: Path, text: Path, common: dict[str, Any]) -> None:
     """Captures (docs/captures.md) of the first and the last layer's attention in the middle of the training."""
+    from . import capture_file
+
     args.capture.mkdir(parents=True, exist_ok=True)
+    whole, rows = args.out / "capture.gguf", slice(-args.capture_rows if args.capture_rows else None, None)
+    middle = max(args.steps // 2, 1)
+    notes = {
+        "model": f"{args.shape} shape, random weights at first",
+        "text": text.name,
+        "text_sha256": hashlib.sha256(text.read_bytes()).hexdigest(),
+        "licence": args.licence,
+    }
     for layer in (0, tiny.SHAPES[args.shape].layers - 1):
-        file = args.capture / f"{args.shape}-l{layer}.gguf"
-        middle = max(args.steps // 2, 1)
-        options = {"capture": file, "capture_layer": layer, "capture_step": middle}
+        options = {"capture": whole, "capture_layer": layer, "capture_step": middle}
         require(execute(program, model, text, steps=middle, fa="on", **options, **common))
+        given = capture_file.read(whole)
+        inputs = given.inputs
+        kept = dataclasses.replace(
+            inputs,
+            case=inputs.case.replace(nb=inputs.q[:, :, rows].shape[2]),
+            q=inputs.q[:, :, rows],
+            d=inputs.d[:, rows],
+            mask=None if inputs.mask is None else inputs.mask[:, :, rows],
+        )
+        file = args.capture / f"llamacpp-{args.shape}-l{layer}.gguf"
+        capture_file.write(file, capture_file.Capture(kept, notes=dict(given.notes) | notes))
         print(file)
 
 
