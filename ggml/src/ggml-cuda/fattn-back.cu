@@ -1,4 +1,5 @@
 #include "fattn-back.cuh"
+#include "fattn-back-hopper.cuh"
 #include "fattn-back-rows.cuh"
 #include "ggml-backend.h"
 
@@ -13,6 +14,7 @@ struct fattn_back_path {
 
 // in order of preference; the last one takes whatever the operator does, so that its refusal is the operator's
 static constexpr fattn_back_path fattn_back_paths[] = {
+    { "hopper", ggml_cuda_flash_attn_back_hopper_refusal, ggml_cuda_flash_attn_back_hopper },
     { "rows", ggml_cuda_flash_attn_back_rows_refusal, ggml_cuda_flash_attn_back_rows },
 };
 

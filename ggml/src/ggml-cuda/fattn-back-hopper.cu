@@ -1,0 +1,72 @@
+#include "fattn-back-hopper.cuh"
+#include "fattn-back-hopper-run.cuh"
+
+// Its limit of threads tells whether the code that the driver chose for the device is sm_90a.
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+#define FATTN_BACK_HOPPER_PROBE 32
+#else
+#define FATTN_BACK_HOPPER_PROBE 64
+#endif // defined(__CUDA_ARCH_FEAT_SM90_ALL)
+static __global__ void __launch_bounds__(FATTN_BACK_HOPPER_PROBE) flash_attn_back_hopper_probe() {
+}
+
+static bool fattn_back_hopper_built(const int device) {
+    static int built[GGML_CUDA_MAX_DEVICES] = { 0 }; // 0: not asked yet, 1: no, 2: yes
+    if (built[device] == 0) {
+        ggml_cuda_set_device(device);
+        cudaFuncAttributes attr;
+        CUDA_CHECK(cudaFuncGetAttributes(&attr, flash_attn_back_hopper_probe));
+        built[device] = attr.maxThreadsPerBlock == 32 ? 2 : 1;
+    }
+    return built[device] == 2;
+}
+
+const char * ggml_cuda_flash_attn_back_hopper_refusal(const int device, const ggml_tensor * dst) {
+    const ggml_flash_attn_back_node node = ggml_flash_attn_back_decode(dst);
+    const auto & info = ggml_cuda_info().devices[device];
+
+    if (info.cc != GGML_CUDA_CC_HOPPER || !fattn_back_hopper_built(device)) {
+        return "the device is not of compute capability 9.0 or the build has no sm_90a code";
+    }
+    if (node.Dk != node.Dv || (node.Dk != 64 && node.Dk != 128 && node.Dk != 256)) {
+        return "the head sizes are not both 64, 128 or 256";
+    }
+    if (node.logit_softcap != 0.0f || node.scale == 0.0f) {
+        return "there is a softcap or the scale is 0";
+    }
+    if (!fattn_back_type_supported(dst->src[GGML_FLASH_ATTN_BACK_SRC_K]->type) ||
+        !fattn_back_type_supported(dst->src[GGML_FLASH_ATTN_BACK_SRC_V]->type)) {
+        return "K or V is not of type F32, F16, BF16, q8_0, q4_0, q4_1, q5_0 or q5_1";
+    }
+    for (int i = GGML_FLASH_ATTN_BACK_SRC_Q; i <= GGML_FLASH_ATTN_BACK_SRC_DO; ++i) {
+        if (!fattn_back_aligned(dst->src[i])) {
+            return "a source's strides do not keep its elements aligned";
+        }
+    }
+    if (node.N == 0 || node.M == 0) {
+        return "there are no queries or no keys";
+    }
+    const ggml_tensor * mask = dst->src[GGML_FLASH_ATTN_BACK_SRC_MASK];
+    const int64_t max_grid = 65535; // in y and z
+    if (node.S*(2*node.Hkv + node.H) > max_grid || (mask != nullptr && mask->ne[2]*mask->ne[3] > max_grid) ||
+        std::max(node.N, node.M) > max_grid*FATTN_BACK_HOPPER_ROWS) {
+        return "more heads, masks, queries or keys than a grid holds";
+    }
+    const fattn_back_hopper_plan plan = fattn_back_hopper_make_plan(
+        fattn_back_get_args(dst), node.prec == GGML_PREC_F32, fattn_back_workspace_limit());
+    if (plan.size == 0) {
+        return "the operands of one KV head do not fit the workspace";
+    }
+    // a block owns 128 queries of a head: other paths also divide the keys among blocks
+    if (getenv("GGML_CUDA_FATTN_BACK_PATH") == nullptr && (node.N + 127)/128*node.H*node.S < info.nsm/2) {
+        return "too few queries to fill the device";
+    }
+    return nullptr;
+}
+
+void ggml_cuda_flash_attn_back_hopper(ggml_backend_cuda_context & ctx, ggml_tensor * dst) {
+    const fattn_back_hopper_plan plan = fattn_back_hopper_make_plan(
+        fattn_back_get_args(dst), ggml_flash_attn_back_decode(dst).prec == GGML_PREC_F32, fattn_back_workspace_limit());
+    ggml_cuda_pool_alloc<char> workspace(ctx.pool(), plan.size);
+    fattn_back_hopper_run(plan, workspace.get(), ctx.stream());
+}

@@ -1,0 +1,8 @@
+#pragma once
+
+#include "common.cuh"
+
+// FLASH_ATTN_BACK with wgmma, bulk copies and warp specialisation, for compute capability 9.0 and builds that hold sm_90a code
+
+const char * ggml_cuda_flash_attn_back_hopper_refusal(int device, const ggml_tensor * dst); // NULL: takes the node
+void ggml_cuda_flash_attn_back_hopper(ggml_backend_cuda_context & ctx, ggml_tensor * dst);
