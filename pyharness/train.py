@@ -199,7 +199,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--vocabulary", type=Path, metavar="GGUF", help="another tokenizer")
     parser.add_argument("--out", type=Path, default=ROOT / "build/train-demo", metavar="DIR", help="results")
     parser.add_argument("--capture", type=Path, metavar="DIR", help="store two layers' attention mid-training")
-    parser.add_argument("--capture-rows", type=int, default=64, metavar="N", help="last queries of it, 0 = all (64)")
+    parser.add_argument("--capture-rows", type=int, default=32, metavar="N", help="last queries of it, 0 = all (32)")
     parser.add_argument("--licence", default="unknown", help="licence of the text, for the captures")
 
 

@@ -417,7 +417,7 @@ def nmse(got: Array, want: Array) -> float:
     return float(np.square(got - want).sum() / np.square(want).sum())
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [name for name in NAMES if not name.startswith("llamacpp-")])
 def test_committed_capture_is_consistent_and_agrees_with_torch(name: str) -> None:
     """o was computed in float64 and dq, dk, dv by torch's float64 autograd: only float32's rounding may differ."""
     found = capture_file.read(capture_file.path(name))
@@ -432,8 +432,8 @@ def test_committed_capture_is_consistent_and_agrees_with_torch(name: str) -> Non
 
 
 def test_committed_captures_are_small_and_cover_what_real_models_do() -> None:
-    assert len(NAMES) == 4
-    assert sum(file.stat().st_size for file in capture_file.DATA.glob("*.gguf")) < 3_000_000
+    assert len(NAMES) == 6
+    assert sum(file.stat().st_size for file in capture_file.DATA.glob("*.gguf")) < 3_300_000
     found = {name: capture_file.read(capture_file.path(name)).inputs for name in NAMES}
     assert any((~inputs.seen()).any() for inputs in found.values())  # padding
     assert any(inputs.mask is not None and inputs.mask.shape[0] > 1 for inputs in found.values())
