@@ -10,8 +10,9 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
+from attention import attention
 
-from pyharness import capture_file, ggml, oracle, tiny, train, tree
+from pyharness import capture_file, ggml, oracle, reference, tiny, train, tree
 
 pytestmark = pytest.mark.slow
 
@@ -234,6 +235,70 @@ def test_u14_quantized_v_without_flash_attention_is_refused_in_words(trainer: Tr
     run = trainer.attempt(trainer.model("tiny"), steps=1, ctx=512, ubatch=256, fa="off", type_v="q8_0")
     assert "V cache" in run.problem + run.messages
     assert run.exit_code
+
+
+def test_u12_adapters_around_q_k_v_get_the_gradients_of_one_backward_node(
+    library: ggml.Library, cpu: ggml.Device
+) -> None:
+    """Rank-4 matrices are the only parameters; K and V are cast to F16 before the attention."""
+    embd, rank, h, hkv, n, d = 24, 4, 4, 2, 16, 8
+    c, ffi = library.c, library.ffi
+    ctx = c.ggml_init({"mem_size": 1 << 20, "mem_buffer": ffi.NULL, "no_alloc": True})
+    rng = np.random.default_rng(0)
+    arrays: dict[str, np.ndarray[Any, Any]] = {}
+    tensors: dict[str, Any] = {}
+
+    def leaf(name: str, *shape: int) -> Any:
+        arrays[name] = rng.standard_normal(shape, np.float32) / np.float32(np.sqrt(shape[-1]))
+        tensors[name] = c.ggml_new_tensor_4d(ctx, c.GGML_TYPE_F32, *[*shape[::-1], 1, 1, 1][:4])
+        return tensors[name]
+
+    x, heads = leaf("x", n, embd), {"q": h, "k": hkv, "v": hkv}
+    source = {}
+    for name, count in heads.items():
+        a, b = leaf(f"a{name}", rank, embd), leaf(f"b{name}", count * d, rank)
+        c.ggml_set_param(a)
+        c.ggml_set_param(b)
+        frozen = c.ggml_mul_mat(ctx, leaf(f"w{name}", count * d, embd), x)
+        y = c.ggml_add(ctx, frozen, c.ggml_mul_mat(ctx, b, c.ggml_mul_mat(ctx, a, x)))
+        y = c.ggml_permute(ctx, c.ggml_reshape_4d(ctx, y, d, count, n, 1), 0, 2, 1, 3)
+        source[name] = y if name == "q" else c.ggml_cast(ctx, y, c.GGML_TYPE_F16)
+    o = c.ggml_flash_attn_ext(ctx, *source.values(), ffi.NULL, d**-0.5, 0.0, 0.0)
+    loss = c.ggml_sum(ctx, c.ggml_mul(ctx, o, leaf("do", 1, n, h, d)))
+    c.ggml_set_loss(loss)
+    graph = c.ggml_new_graph_custom(ctx, 512, True)
+    c.ggml_build_forward_expand(graph, loss)
+    c.ggml_build_backward_expand(ctx, graph, ffi.NULL)
+    nodes = [c.ggml_graph_node(graph, i) for i in range(c.ggml_graph_n_nodes(graph))]
+    assert sum(node.op == c.GGML_OP_FLASH_ATTN_BACK for node in nodes) == 1
+    backend = library.backend(cpu)
+    buffer = c.ggml_backend_alloc_ctx_tensors(ctx, backend)
+    for name, tensor in tensors.items():
+        library.upload(tensor, arrays[name])
+    c.ggml_graph_reset(graph)
+    assert c.ggml_backend_graph_compute(backend, graph) == c.GGML_STATUS_SUCCESS
+    got = {
+        name: library.download(c.ggml_graph_get_grad(graph, tensors[name]), np.float32).reshape(arrays[name].shape)
+        for name in arrays
+        if name[0] in "ab"
+    }
+    c.ggml_backend_buffer_free(buffer)
+    c.ggml_backend_free(backend)
+    c.ggml_free(ctx)
+
+    made = {
+        name: (arrays["x"] @ (arrays[f"w{name}"] + arrays[f"b{name}"] @ arrays[f"a{name}"]).T)
+        .reshape(1, n, count, d)
+        .transpose(0, 2, 1, 3)
+        for name, count in heads.items()
+    }
+    k, v = (made[name].astype(np.float16) for name in "kv")
+    given = attention(made["q"], k, v, arrays["do"].transpose(0, 2, 1, 3), scale=d**-0.5)
+    parts = reference.backward(given)
+    for name in heads:
+        dy = parts[f"d{name}"].transpose(0, 2, 1, 3).reshape(n, -1)
+        assert train.nmse(got[f"b{name}"], dy.T @ arrays["x"] @ arrays[f"a{name}"].T) < 1e-6
+        assert train.nmse(got[f"a{name}"], arrays[f"b{name}"].T @ dy.T @ arrays["x"]) < 1e-6
 
 
 # ---- the patch ----
