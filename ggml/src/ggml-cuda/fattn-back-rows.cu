@@ -78,24 +78,23 @@ static __device__ __forceinline__ void fattn_back_rows_add(float & sum, float & 
 template <ggml_type type, bool vec, int nrows>
 static __device__ __forceinline__ void fattn_back_rows_load(
         const fattn_back_src & src, const int64_t * offset, const int D, const int d0, float * tile) {
-    constexpr int nbatch = 2; // loads in flight per thread
+    constexpr int nbatch = type == GGML_TYPE_F32 && !vec ? 1 : 2; // loads in flight, as many as the kernels have registers for
 #pragma unroll 1
     for (int i0 = threadIdx.x; i0 < nrows*fattn_back_rows_nd/8; i0 += nbatch*fattn_back_rows_nthreads) {
+        const int e = (i0 % 8)/4 * 32 + i0%4 * 4;
         float4 lo[nbatch];
         float4 hi[nbatch];
 #pragma unroll
         for (int l = 0; l < nbatch; ++l) {
-            const int     i   = i0 + l*fattn_back_rows_nthreads;
-            const int     e   = (i % 8)/4 * 32 + i%4 * 4;
-            const int64_t off = offset[i/8];
+            const int64_t off = offset[(i0 + l*fattn_back_rows_nthreads)/8];
             fattn_back_load8<type, vec>(src, off, d0 + e, off >= 0 ? D : 0, lo[l], hi[l]);
         }
+        const bool swap = i0 % 8 >= 4; // the 8 threads of a row write to all banks at once
 #pragma unroll
         for (int l = 0; l < nbatch; ++l) {
-            const int i = i0 + l*fattn_back_rows_nthreads;
-            const int e = (i % 8)/4 * 32 + i%4 * 4;
-            *(float4 *) (tile + i/8*fattn_back_rows_stride + e +  0) = lo[l];
-            *(float4 *) (tile + i/8*fattn_back_rows_stride + e + 16) = hi[l];
+            float * row = tile + (i0 + l*fattn_back_rows_nthreads)/8*fattn_back_rows_stride + e;
+            *(float4 *) (row + (swap ? 16 :  0)) = swap ? hi[l] : lo[l];
+            *(float4 *) (row + (swap ?  0 : 16)) = swap ? lo[l] : hi[l];
         }
     }
 }
@@ -291,6 +290,15 @@ flash_attn_back_rows(
         offset[1][t] = j < j_end ? args.v.offset(j, g, s) : -1;
     };
 
+    // of owned row x and row y of the tile at y0, -inf also where there is no row or no key
+    const auto mask_at = [&](const int x, const int y0, const int y) {
+        if (x0 + x >= x_end || y0 + y >= y_end) {
+            return -INFINITY;
+        }
+        const int j = by_query ? y0 + y : x0 + x;
+        return args.mask != nullptr ? __half2float(*((const half *) (args.mask + mask_offset[by_query ? x : y]) + j)) : 0.0f;
+    };
+
     if (tid < nx) {
         if constexpr (by_query) {
             set_query(tid, x0 + tid, x_offset);
@@ -322,22 +330,12 @@ flash_attn_back_rows(
         }
         __syncthreads();
 
-        // the mask, -inf also where there is no row or no key
-        half2 mask[4][2];
         int live_b = 0; // bit b: some owned row of this thread sees row tx + 16b
 #pragma unroll
         for (int a = 0; a < 4; ++a) {
-            const int x = ty + 8*a;
 #pragma unroll
             for (int b = 0; b < 4; ++b) {
-                const int y = tx + 16*b;
-                half m = __float2half(-INFINITY);
-                if (x0 + x < x_end && y0 + y < y_end) {
-                    const int j = by_query ? y0 + y : x0 + x;
-                    m = args.mask != nullptr ? *((const half *) (args.mask + mask_offset[by_query ? x : y]) + j) : __float2half(0.0f);
-                }
-                live_b |= (__half2float(m) != -INFINITY) << b;
-                mask[a][b/2] = b % 2 == 0 ? __halves2half2(m, m) : __halves2half2(__low2half(mask[a][b/2]), m);
+                live_b |= (mask_at(ty + 8*a, y0, tx + 16*b) != -INFINITY) << b;
             }
         }
         live_b |= __shfl_xor_sync(0xFFFFFFFF, live_b,  8, WARP_SIZE);
@@ -377,7 +375,7 @@ flash_attn_back_rows(
             float dx  [4];
 #pragma unroll
             for (int b = 0; b < 4; ++b) {
-                const float m = b % 2 == 0 ? __low2float(mask[a][b/2]) : __high2float(mask[a][b/2]);
+                const float m = mask_at(x, y0, tx + 16*b);
                 seen[b] = m != -INFINITY;
                 bias[b] = slope[by_query ? x : tx + 16*b]*m;
                 S[a][b] = fattn_back_logit(args, S[a][b], dx[b]);
