@@ -15,7 +15,6 @@ import shutil
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +39,7 @@ class Limits:
 
 LIMITS = {"cpu": Limits(1e-4, 1e-6), "cuda": Limits(1e-3, 1e-5)}
 
-CONTEXTS = (512, 4096, 16384)
+CONTEXTS = {"cpu": (512, 1024, 2048), "cuda": (512, 4096, 16384)}
 CARD = 24 << 30
 """What --bench measures: contexts, and the bytes of a card that it searches the longest context for."""
 
@@ -91,18 +90,30 @@ class Run:
     def problem(self) -> str:
         """Why it failed, in one line; empty if it did not."""
         lines = [line for line in self.messages.splitlines() if line.strip()]
-        said = next((line for line in lines if "GGML_ASSERT" in line or "error" in line.lower()), (lines or [""])[-1])
+        telling = [line for sign in ("out of memory", "GGML_ASSERT", "error") for line in lines if sign in line]
+        said = (telling or lines[-1:] or [""])[0]
         return "" if self.exit_code == 0 else f"exit {self.exit_code}: {said.strip()}"
 
 
-def execute(program: Path, model: Path, text: Path, **options: str | int | float | Path | bool) -> Run:
-    """Runs the program with options by name (`steps=5`, `fa="off"`, `type_k="q8_0"`); a failure is in the Run."""
+def execute(
+    program: Path, model: Path, text: Path, seconds: float | None = None, **options: str | int | float | Path | bool
+) -> Run:
+    """Runs the program with options by name (`steps=5`, `fa="off"`, `type_k="q8_0"`); a failure is in the Run.
+
+    It is ended after `seconds`, with exit code 124."""
     command = [str(program), "--model", str(model), "--text", str(text)]
     for name, value in options.items():
         command += [f"--{name.replace('_', '-')}", str(int(value) if isinstance(value, bool) else value)]
-    done = subprocess.run(command, capture_output=True, text=True, errors="replace")
-    events = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"event"')]
-    return Run(command, done.returncode, events, done.stderr)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace")
+    try:
+        out, messages = process.communicate(timeout=seconds)
+        code = process.returncode
+    except subprocess.TimeoutExpired:
+        process.kill()
+        out, messages = process.communicate()
+        code, messages = 124, f"{messages}error: not done after {seconds:.0f} s\n"
+    events = [json.loads(line) for line in out.splitlines() if line.startswith('{"event"') and line.endswith("}")]
+    return Run(command, code, events, messages)
 
 
 def require(run: Run) -> Run:
@@ -194,18 +205,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--text", type=Path, metavar="FILE", help="train on this text")
     parser.add_argument("--threads", type=int, default=2, metavar="N", help="of the CPU backend (default: 2)")
     parser.add_argument("--no-stock", action="store_true", help="leave out the check in unpatched llama.cpp")
-    parser.add_argument("--bench", action="store_true", help="instead: time and memory at contexts " + words(CONTEXTS))
+    parser.add_argument("--bench", action="store_true", help="instead: time and memory by context")
     parser.add_argument("--libs", type=Path, metavar="DIR", help=f"folder of a built {PROGRAM} and its libraries")
     parser.add_argument("--vocabulary", type=Path, metavar="GGUF", help="another tokenizer")
     parser.add_argument("--out", type=Path, default=ROOT / "build/train-demo", metavar="DIR", help="results")
     parser.add_argument("--capture", type=Path, metavar="DIR", help="store two layers' attention mid-training")
     parser.add_argument("--capture-rows", type=int, default=32, metavar="N", help="last queries of it, 0 = all (32)")
     parser.add_argument("--licence", default="unknown", help="licence of the text, for the captures")
-
-
-def words(numbers: Iterable[int]) -> str:
-    """Numbers with commas between them."""
-    return ", ".join(map(str, numbers))
 
 
 def run(args: argparse.Namespace) -> int:
@@ -363,38 +369,43 @@ def plot(folder: Path, runs: dict[str, Run]) -> None:
 # ---- the benchmark ----
 
 
+BOX = 150.0
+"""Seconds that one run of the benchmark may take."""
+
+
 def bench(args: argparse.Namespace, program: Path, model: Path, text: Path, common: dict[str, Any]) -> int:
     """Step time and memory by context, flash attention off and on; on a GPU the longest context of a 24 GiB card."""
-    rows = []
+    record: dict[str, Any] = {"device": args.device, "shape": args.shape, "runs": [], "longest": {}}
+
+    def attempt(**options: Any) -> Run:
+        one = execute(program, model, text, BOX, **options, **common)
+        record["runs"].append(options | {"exit_code": one.exit_code, "problem": one.problem, "events": one.events})
+        (args.out / "bench.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        return one
+
     print(f"context  FA   {'step, s':>9}  {'spread':>16}  {'compute, MiB':>12}  {'device peak, MiB':>16}  loss")
-    for ctx in CONTEXTS:
+    for ctx in CONTEXTS[args.device]:
         for fa in ("off", "on"):
-            one = execute(program, model, text, steps=4, fa=fa, ctx=ctx, **common)
-            rows.append(
-                {"ctx": ctx, "fa": fa, "problem": one.problem, "command": one.command[1:], "events": one.events}
-            )
-            if one.exit_code:
-                print(f"{ctx:7}  {fa:3}  {one.problem}")
-                continue
-            times = one.seconds[1:]
+            one = attempt(steps=4, fa=fa, ctx=ctx)
+            times = one.seconds[1:] or [float("nan")]
             print(
                 f"{ctx:7}  {fa:3}  {statistics.median(times):9.4f}  {min(times):.4f} .. {max(times):.4f}  "
-                f"{one.memory('compute') / 2**20:12.0f}  {one.memory('peak') / 2**20:16.0f}  {one.losses[-1]:.6f}",
+                f"{one.memory('compute') / 2**20:12.0f}  {one.memory('peak') / 2**20:16.0f}  "
+                f"{one.problem or f'{one.losses[-1]:.6f}'}",
                 flush=True,
             )
-    placed = execute(program, model, text, steps=1, fa="on", ctx=CONTEXTS[1], nodes=True, **common)
-    on_cpu = [f"{e['op']} x{e['nodes']}" for e in placed.all("ops") if e["backend"] == "CPU" and e["op"] != "NONE"]
-    print(
-        f"nodes on the CPU: {', '.join(on_cpu) or 'none'}; attention elsewhere than its layer: {len(placed.misplaced)}"
-    )
-    longest = {}
+    placed = attempt(steps=1, fa="on", ctx=CONTEXTS[args.device][1], nodes=True)
+    if args.device != "cpu":
+        on_cpu = [f"{e['op']} x{e['nodes']}" for e in placed.all("ops") if e["backend"] == "CPU" and e["op"] != "NONE"]
+        print(f"nodes on the CPU: {', '.join(on_cpu) or 'none'}")
+    print(f"attention nodes on another device than their layer: {len(placed.misplaced)} of {len(placed.all('node'))}")
     for fa in ("off", "on") if args.device != "cpu" else ():
         ctx = 512
-        while not execute(program, model, text, steps=1, fa=fa, ctx=ctx, memory=CARD, **common).exit_code:
-            longest[fa] = ctx
+        while ctx < 1 << 18 and attempt(steps=1, fa=fa, ctx=ctx, memory=CARD).exit_code == 0:
+            record["longest"][fa] = ctx
             ctx *= 2
-        print(f"longest power of two on a card of {CARD >> 30} GiB, flash attention {fa}: {longest.get(fa, 'none')}")
-    record = {"device": args.device, "rows": rows, "placement": placed.events, "longest": longest}
+        longest = record["longest"].get(fa, "none")
+        print(f"longest of 512, 1024, 2048, ... on {CARD >> 30} GiB, flash attention {fa}: {longest}")
     (args.out / "bench.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     return 0
 
