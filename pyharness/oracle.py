@@ -318,7 +318,7 @@ def execute(args: argparse.Namespace, selected: list[Case]) -> int:
     def save(seen: dict[str, Any] | None) -> None:
         if not args.no_receipt:
             partial = len(results) < len(work)
-            files = [getattr(args, "case_file", cases.CASES)]
+            files = [args.case_file] if "case_file" in args else []
             finished = time.time()
             path = receipt.write(
                 args.receipts, "oracle", library, results, args.seed, partial, started, finished, files, monitor=seen

@@ -64,6 +64,7 @@ def test_the_seed_depends_on_the_case_and_the_base_seed_only() -> None:
         (PLAIN.replace("nhkv=2", "nhkv=3"), "nhkv=3: must be a divisor of nh=4"),
         ("FLASH_ATTN_BACK(hsk=64,nb=3)", "hsv, nh, nhkv, kv missing"),
         ("FLASH_ATTN_BACK(capture=x,hsk=64)", "hsk comes from the capture"),
+        ("FLASH_ATTN_BACK(capture=x,layout=upside)", "layout=upside: must be one of cont, perm"),
     ],
 )
 def test_what_is_wrong_is_named_with_what_is_allowed(text: str, said: str) -> None:
