@@ -76,22 +76,27 @@ def sources() -> list[str]:
 def compile_all(nvcc: Path, base: str | None = None, archs: Sequence[str] = ARCHS) -> list[Kernel]:
     """Compiles the operator and the file with its hooks in a pinned tree; the kernels, sorted. errors.Failure."""
     src = tree.ggml_root(tree.ensure(base)) / "src"
-    with tempfile.TemporaryDirectory() as folder:
-        header = Path(folder) / "ggml-flash-attn-back-source.h"
-        header.write_text(f'#define GGML_FLASH_ATTN_BACK_SOURCE "{digest.patch_digest()}"\n')
-        flags = [*_FLAGS, f"-I{src}", f"-I{src.parent / 'include'}", f"-I{folder}"]
-        launcher = [ccache] if (ccache := shutil.which("ccache")) else []
+    generated = ROOT / "build/ptxas"
+    generated.mkdir(parents=True, exist_ok=True)
+    header = generated / "ggml-flash-attn-back-source.h"
+    header.write_text(f'#define GGML_FLASH_ATTN_BACK_SOURCE "{digest.patch_digest()}"\n')
+    flags = [*_FLAGS, f"-I{src}", f"-I{src.parent / 'include'}", f"-I{generated}", "-Xptxas=-v", "-c"]
+    launcher = [ccache] if (ccache := shutil.which("ccache")) else []
+
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(os.cpu_count()) as pool:
 
         def compile_one(source: str, arch: str) -> str:
             target = [f"-gencode=arch=compute_{arch},code=sm_{arch}", "-o", f"{folder}/{source}.{arch}.o"]
-            return _output([*launcher, str(nvcc), *flags, *target, "-Xptxas=-v", "-c", str(src / "ggml-cuda" / source)])
+            return _output([*launcher, str(nvcc), *flags, *target, str(src / "ggml-cuda" / source)])
 
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            hooks = pool.submit(compile_one, "ggml-cuda.cu", archs[0])  # calls the operator and has no kernel of it
-            jobs = [pool.submit(compile_one, source, arch) for arch in archs for source in sources()]
-            found = sorted(kernel for job in jobs for kernel in parse(job.result()))
+        hooks = pool.submit(compile_one, "ggml-cuda.cu", archs[0])  # calls the operator and has no kernel of it
+        jobs = [pool.submit(compile_one, source, arch) for arch in archs for source in sources()]
+        try:
             hooks.result()
-    return found
+            return sorted(kernel for job in jobs for kernel in parse(job.result()))
+        except errors.Failure:
+            pool.shutdown(cancel_futures=True)
+            raise
 
 
 def parse(report: str) -> list[Kernel]:

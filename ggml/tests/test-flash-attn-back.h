@@ -497,7 +497,6 @@ struct test_flash_attn_ext_grad : public test_case {
             ggml_set_name(mask, "mask");
         }
         ggml_tensor * out = ggml_flash_attn_ext(ctx, q, k, v, mask, a.scale, a.max_bias, a.softcap);
-        ggml_flash_attn_ext_set_prec(out, GGML_PREC_F32);
         ggml_tensor * d = ggml_new_tensor_4d(ctx, GGML_TYPE_F32, a.hsv, a.nh, a.nb, a.ns);
         ggml_set_name(d, "d");
         inputs.push_back(d);
