@@ -35,26 +35,26 @@ struct flash_attn_back_args {
     const ggml_type type_K = type("type_K");
     const ggml_type type_V = type("type_V");
 
-    const std::string mask       = get("mask", "causal");
-    const std::string mask_kind  = mask.substr(0, mask.find(':'));
-    const int64_t     mask_width = mask.find(':') == std::string::npos ? 0 : std::stoll(mask.substr(mask.find(':') + 1));
-    const int64_t     mh         = integer("mh", 1);
-    const int64_t     ms         = integer("ms", 1);
-    const int64_t     mpad       = integer("mpad", 0);
+    const std::string mask      = get("mask", "causal");
+    const std::string mask_kind = mask.substr(0, mask.find(':'));
+    const int64_t mask_width    = mask.find(':') == std::string::npos ? 0 : std::stoll(mask.substr(mask.find(':') + 1));
+    const int64_t mh            = integer("mh", 1);
+    const int64_t ms            = integer("ms", 1);
+    const int64_t mpad          = integer("mpad", 0);
 
-    const float   max_bias = real("max_bias");
-    const float   softcap  = real("softcap");
-    const bool    sinks    = integer("sinks", 0) != 0;
-    const float   scale    = real("scale") != 0.0f ? real("scale") : 1.0f / sqrtf(hsk);
+    const float max_bias    = real("max_bias");
+    const float softcap     = real("softcap");
+    const bool sinks        = integer("sinks", 0) != 0;
+    const float scale       = real("scale") != 0.0f ? real("scale") : 1.0f / sqrtf(hsk);
     const std::string grads = get("grads", sinks ? "qkvs" : "qkv");
-    const int64_t kv_first = integer("kv_first", 0);
-    const int64_t kv_count = integer("kv_count", 0);
+    const int64_t kv_first  = integer("kv_first", 0);
+    const int64_t kv_count  = integer("kv_count", 0);
 
-    const bool        o      = integer("o", 0) != 0;
-    const bool        f32    = get("prec", "default") == "f32";
+    const bool o             = integer("o", 0) != 0;
+    const bool f32           = get("prec", "default") == "f32";
     const std::string data   = get("data", "normal");
     const std::string layout = get("layout", "cont");
-    const bool        vview  = integer("vview", 0) != 0;
+    const bool vview         = integer("vview", 0) != 0;
 
     explicit flash_attn_back_args(const char * text) : text(text) {}
 
@@ -65,7 +65,7 @@ struct flash_attn_back_args {
 
     std::string get(const std::string & key, const std::string & otherwise) const {
         const std::string all = "," + text + ",";
-        const size_t      pos = all.find("," + key + "=");
+        const size_t pos      = all.find("," + key + "=");
         if (pos == std::string::npos) {
             return otherwise;
         }
@@ -99,22 +99,22 @@ struct flash_attn_back_args {
     // the mask [kv, nb + mpad, mh, ms]; every head and sequence has its own, rows beyond nb are NaN
     std::vector<ggml_fp16_t> make_mask(std::mt19937 & rng) const {
         std::uniform_real_distribution<float> uniform;
-        std::normal_distribution<float>       normal;
+        std::normal_distribution<float> normal;
 
-        std::vector<ggml_fp16_t> values(kv*(nb + mpad)*mh*ms, ggml_fp32_to_fp16(NAN));
-        for (int64_t head = 0; head < mh*ms; ++head) {
+        std::vector<ggml_fp16_t> values(kv * (nb + mpad) * mh * ms, ggml_fp32_to_fp16(NAN));
+        for (int64_t head = 0; head < mh * ms; ++head) {
             for (int64_t i = 0; i < nb; ++i) {
-                const int64_t pos     = kv - nb + i - head;
-                const bool    no_keys = mask_kind == "rows" && (i == 0 || uniform(rng) < 0.25f);
+                const int64_t pos  = kv - nb + i - head;
+                const bool no_keys = mask_kind == "rows" && (i == 0 || uniform(rng) < 0.25f);
                 for (int64_t j = 0; j < kv; ++j) {
-                    bool  hidden = j > pos;
-                    float value  = max_bias > 0.0f ? -fabsf(pos - j) : 0.0f;
+                    bool hidden = j > pos;
+                    float value = max_bias > 0.0f ? -fabsf(pos - j) : 0.0f;
                     if (mask_kind == "swa") {
                         hidden = hidden || j <= pos - mask_width;
                     } else if (mask_kind == "docs") {
-                        hidden = hidden || j/mask_width != pos/mask_width;
+                        hidden = hidden || j / mask_width != pos / mask_width;
                     } else if (mask_kind == "pad") {
-                        hidden = hidden || j >= kv - kv/4;
+                        hidden = hidden || j >= kv - kv / 4;
                     } else if (mask_kind == "lowest") {
                         hidden = hidden && i != 0;
                         value  = i == 0 ? -65504.0f : 0.0f;
@@ -126,7 +126,7 @@ struct flash_attn_back_args {
                     } else if (mask_kind == "rows") {
                         hidden = no_keys || uniform(rng) < 0.3f;
                     }
-                    values[(head*(nb + mpad) + i)*kv + j] = ggml_fp32_to_fp16(hidden ? -INFINITY : value);
+                    values[(head * (nb + mpad) + i) * kv + j] = ggml_fp32_to_fp16(hidden ? -INFINITY : value);
                 }
             }
         }
@@ -138,7 +138,7 @@ struct flash_attn_back_args {
     }
 
     std::vector<float> draw(std::mt19937 & rng, int64_t n) const {
-        std::normal_distribution<float>       normal;
+        std::normal_distribution<float> normal;
         std::uniform_real_distribution<float> uniform(-1.0f, 1.0f);
 
         std::vector<float> values(n);
@@ -180,10 +180,10 @@ struct test_flash_attn_back : public test_case {
             t = ggml_permute(ctx, ggml_new_tensor_4d(ctx, type, ne[0], ne[2], ne[1], ne[3]), 0, 2, 1, 3);
         } else if (layout == "cache") {
             ggml_tensor * cache = ggml_new_tensor_4d(ctx, type, ne[0], ne[1] + 32, ne[2], ne[3]);
-            t = ggml_view_4d(ctx, cache, ne[0], ne[1], ne[2], ne[3], cache->nb[1], cache->nb[2], cache->nb[3], 0);
+            t                   = ggml_view_4d(ctx, cache, ne[0], ne[1], ne[2], ne[3], cache->nb[1], cache->nb[2], cache->nb[3], 0);
         } else if (layout == "strided") {
-            ggml_tensor * wide = ggml_new_tensor_4d(ctx, type, 2*ne[0], ne[1], ne[2], ne[3]);
-            t = ggml_view_4d(ctx, wide, ne[0], ne[1], ne[2], ne[3], wide->nb[1], wide->nb[2], wide->nb[3], 0);
+            ggml_tensor * wide = ggml_new_tensor_4d(ctx, type, 2 * ne[0], ne[1], ne[2], ne[3]);
+            t                  = ggml_view_4d(ctx, wide, ne[0], ne[1], ne[2], ne[3], wide->nb[1], wide->nb[2], wide->nb[3], 0);
             t->nb[0] *= 2;
         } else if (layout == "bcast") {
             t = ggml_view_4d(ctx, ggml_new_tensor_4d(ctx, type, ne[0], ne[1], ne[2], ne[3]), ne[0], ne[1], ne[2], ne[3], 0, 0, 0, 0);
@@ -196,14 +196,13 @@ struct test_flash_attn_back : public test_case {
 
     ggml_tensor * build_graph(ggml_context * ctx) override {
         const std::string layout_q  = a.layout == "perm" || a.layout == "strided" ? a.layout : "cont";
-        const std::string layout_kv = a.layout == "perm" || a.layout == "cache"   ? a.layout : "cont";
+        const std::string layout_kv = a.layout == "perm" || a.layout == "cache" ? a.layout : "cont";
         const std::string layout_d  = a.layout == "bcast" || a.layout == "strided" ? a.layout : "cont";
 
-        q = input(ctx, "q", GGML_TYPE_F32, { a.hsk, a.nb, a.nh,   a.ns }, layout_q);
-        k = input(ctx, "k", a.type_K,      { a.hsk, a.kv, a.nhkv, a.ns }, layout_kv);
-        v = a.vview ? ggml_view_4d(ctx, k, a.hsv, a.kv, a.nhkv, a.ns, k->nb[1], k->nb[2], k->nb[3], 0) :
-            input(ctx, "v", a.type_V,      { a.hsv, a.kv, a.nhkv, a.ns }, layout_kv);
-        d = input(ctx, "d", GGML_TYPE_F32, { a.hsv, a.nh, a.nb,   a.ns }, layout_d);
+        q = input(ctx, "q", GGML_TYPE_F32, { a.hsk, a.nb, a.nh, a.ns }, layout_q);
+        k = input(ctx, "k", a.type_K, { a.hsk, a.kv, a.nhkv, a.ns }, layout_kv);
+        v = a.vview ? ggml_view_4d(ctx, k, a.hsv, a.kv, a.nhkv, a.ns, k->nb[1], k->nb[2], k->nb[3], 0) : input(ctx, "v", a.type_V, { a.hsv, a.kv, a.nhkv, a.ns }, layout_kv);
+        d = input(ctx, "d", GGML_TYPE_F32, { a.hsv, a.nh, a.nb, a.ns }, layout_d);
         if (a.mask != "none") {
             mask = input(ctx, "mask", GGML_TYPE_F16, { a.kv, a.nb + a.mpad, a.mh, a.ms }, "cont");
         }
@@ -215,9 +214,9 @@ struct test_flash_attn_back : public test_case {
         }
 
         ggml_flash_attn_back_params params = { a.scale, a.max_bias, a.softcap, 0, a.kv_first, a.kv_count };
-        params.grads |= a.wants('q') ? 1u << GGML_FLASH_ATTN_BACK_DQ     : 0;
-        params.grads |= a.wants('k') ? 1u << GGML_FLASH_ATTN_BACK_DK     : 0;
-        params.grads |= a.wants('v') ? 1u << GGML_FLASH_ATTN_BACK_DV     : 0;
+        params.grads |= a.wants('q') ? 1u << GGML_FLASH_ATTN_BACK_DQ : 0;
+        params.grads |= a.wants('k') ? 1u << GGML_FLASH_ATTN_BACK_DK : 0;
+        params.grads |= a.wants('v') ? 1u << GGML_FLASH_ATTN_BACK_DV : 0;
         params.grads |= a.wants('s') ? 1u << GGML_FLASH_ATTN_BACK_DSINKS : 0;
         back = ggml_flash_attn_back(ctx, q, k, v, mask, sinks, o, d, params);
         if (a.f32) {
@@ -229,8 +228,8 @@ struct test_flash_attn_back : public test_case {
 
     // bytes of a tensor's storage: its values at their places, row by row, and NaN where there are none
     static std::vector<uint8_t> store(const ggml_tensor * t, const std::vector<float> & values, const std::vector<bool> & skip = {}) {
-        const ggml_tensor *      root = t->view_src ? t->view_src : t;
-        std::vector<uint8_t>     bytes(ggml_nbytes(root), 0xFF); // NaN in every floating point type and in the scales of quantized ones
+        const ggml_tensor * root = t->view_src ? t->view_src : t;
+        std::vector<uint8_t> bytes(ggml_nbytes(root), 0xFF); // NaN in every floating point type and in the scales of quantized ones
         const std::vector<float> importance(t->ne[0], 1.0f);
         for (int64_t row = 0; row < ggml_nrows(t); ++row) {
             if (!skip.empty() && skip[row]) {
@@ -239,11 +238,11 @@ struct test_flash_attn_back : public test_case {
             const int64_t i1  = row % t->ne[1];
             const int64_t i2  = row / t->ne[1] % t->ne[2];
             const int64_t i3  = row / t->ne[1] / t->ne[2];
-            uint8_t     * dst = bytes.data() + t->view_offs + i1*t->nb[1] + i2*t->nb[2] + i3*t->nb[3];
-            const float * src = values.data() + row*t->ne[0];
+            uint8_t * dst     = bytes.data() + t->view_offs + i1 * t->nb[1] + i2 * t->nb[2] + i3 * t->nb[3];
+            const float * src = values.data() + row * t->ne[0];
             if (t->type == GGML_TYPE_F32) {
                 for (int64_t i0 = 0; i0 < t->ne[0]; ++i0) {
-                    memcpy(dst + i0*t->nb[0], src + i0, sizeof(float));
+                    memcpy(dst + i0 * t->nb[0], src + i0, sizeof(float));
                 }
             } else {
                 ggml_quantize_chunk(t->type, src, dst, 0, 1, t->ne[0], importance.data());
@@ -256,14 +255,14 @@ struct test_flash_attn_back : public test_case {
     static std::vector<float> load(const ggml_tensor * t, const std::vector<uint8_t> & bytes) {
         std::vector<float> values(ggml_nelements(t));
         for (int64_t row = 0; row < ggml_nrows(t); ++row) {
-            const int64_t   i1  = row % t->ne[1];
-            const int64_t   i2  = row / t->ne[1] % t->ne[2];
-            const int64_t   i3  = row / t->ne[1] / t->ne[2];
-            const uint8_t * src = bytes.data() + t->view_offs + i1*t->nb[1] + i2*t->nb[2] + i3*t->nb[3];
-            float         * dst = values.data() + row*t->ne[0];
+            const int64_t i1    = row % t->ne[1];
+            const int64_t i2    = row / t->ne[1] % t->ne[2];
+            const int64_t i3    = row / t->ne[1] / t->ne[2];
+            const uint8_t * src = bytes.data() + t->view_offs + i1 * t->nb[1] + i2 * t->nb[2] + i3 * t->nb[3];
+            float * dst         = values.data() + row * t->ne[0];
             if (t->type == GGML_TYPE_F32) {
                 for (int64_t i0 = 0; i0 < t->ne[0]; ++i0) {
-                    memcpy(dst + i0, src + i0*t->nb[0], sizeof(float));
+                    memcpy(dst + i0, src + i0 * t->nb[0], sizeof(float));
                 }
             } else {
                 ggml_get_type_traits(t->type)->to_float(src, dst, t->ne[0]);
@@ -281,45 +280,45 @@ struct test_flash_attn_back : public test_case {
             return 1.0f;
         }
         const int64_t n = 1ll << (int) floor(log2((double) a.nh));
-        return h < n ? powf(2.0f, -a.max_bias*(h + 1)/n) : powf(2.0f, -a.max_bias/2.0f*(2*(h - n) + 1)/n);
+        return h < n ? powf(2.0f, -a.max_bias * (h + 1) / n) : powf(2.0f, -a.max_bias / 2.0f * (2 * (h - n) + 1) / n);
     }
 
     // the forward's output [hsv, nh, nb, ns] in double precision
     std::vector<float> forward(const std::vector<float> & vq, const std::vector<float> & vk, const std::vector<float> & vv,
-                               const std::vector<ggml_fp16_t> & vm, const std::vector<float> & vs) const {
-        std::vector<float> out(a.hsv*a.nh*a.nb*a.ns);
-        for (int64_t row = 0; row < a.nb*a.nh*a.ns; ++row) {
-            const int64_t i = row % a.nb;
-            const int64_t h = row / a.nb % a.nh;
-            const int64_t s = row / a.nb / a.nh;
-            const int64_t kv_head = s*a.nhkv + h/(a.nh/a.nhkv);
+        const std::vector<ggml_fp16_t> & vm, const std::vector<float> & vs) const {
+        std::vector<float> out(a.hsv * a.nh * a.nb * a.ns);
+        for (int64_t row = 0; row < a.nb * a.nh * a.ns; ++row) {
+            const int64_t i       = row % a.nb;
+            const int64_t h       = row / a.nb % a.nh;
+            const int64_t s       = row / a.nb / a.nh;
+            const int64_t kv_head = s * a.nhkv + h / (a.nh / a.nhkv);
 
             std::vector<double> logits(a.kv);
             double max = vs.empty() ? -INFINITY : vs[h];
             for (int64_t j = 0; j < a.kv; ++j) {
-                const float bias = vm.empty() ? 0.0f : ggml_fp16_to_fp32(vm[((s%a.ms*a.mh + h%a.mh)*(a.nb + a.mpad) + i)*a.kv + j]);
-                double      sum  = 0.0;
+                const float bias = vm.empty() ? 0.0f : ggml_fp16_to_fp32(vm[((s % a.ms * a.mh + h % a.mh) * (a.nb + a.mpad) + i) * a.kv + j]);
+                double sum       = 0.0;
                 for (int64_t c = 0; c < a.hsk; ++c) {
-                    sum += (double) vq[row*a.hsk + c]*vk[(kv_head*a.kv + j)*a.hsk + c];
+                    sum += (double) vq[row * a.hsk + c] * vk[(kv_head * a.kv + j) * a.hsk + c];
                 }
                 sum *= a.scale;
-                sum  = a.softcap > 0.0f ? a.softcap*tanh(sum/a.softcap) : sum;
-                logits[j] = bias == -INFINITY ? -INFINITY : sum + slope(h)*bias;
-                max = std::max(max, logits[j]);
+                sum       = a.softcap > 0.0f ? a.softcap * tanh(sum / a.softcap) : sum;
+                logits[j] = bias == -INFINITY ? -INFINITY : sum + slope(h) * bias;
+                max       = std::max(max, logits[j]);
             }
-            double              total = vs.empty() ? 0.0 : exp(vs[h] - max);
+            double total = vs.empty() ? 0.0 : exp(vs[h] - max);
             std::vector<double> acc(a.hsv);
             for (int64_t j = 0; j < a.kv; ++j) {
                 if (logits[j] != -INFINITY) {
                     const double p = exp(logits[j] - max);
                     total += p;
                     for (int64_t c = 0; c < a.hsv; ++c) {
-                        acc[c] += p*vv[(kv_head*a.kv + j)*a.hsv + c];
+                        acc[c] += p * vv[(kv_head * a.kv + j) * a.hsv + c];
                     }
                 }
             }
             for (int64_t c = 0; c < a.hsv; ++c) {
-                out[((s*a.nb + i)*a.nh + h)*a.hsv + c] = total > 0.0 ? acc[c]/total : 0.0;
+                out[((s * a.nb + i) * a.nh + h) * a.hsv + c] = total > 0.0 ? acc[c] / total : 0.0;
             }
         }
         return out;
@@ -328,36 +327,35 @@ struct test_flash_attn_back : public test_case {
     void initialize_tensors(ggml_context * ctx) override {
         for (ggml_tensor * t = ggml_get_first_tensor(ctx); t != nullptr; t = ggml_get_next_tensor(ctx, t)) {
             if (!t->view_src && ggml_nbytes(t) > 0) {
-                const std::vector<float> poison(ggml_nbytes(t)/sizeof(float), 1e30f); // a part that is not written differs
-                ggml_backend_tensor_set(t, poison.data(), 0, poison.size()*sizeof(float));
+                const std::vector<float> poison(ggml_nbytes(t) / sizeof(float), 1e30f); // a part that is not written differs
+                ggml_backend_tensor_set(t, poison.data(), 0, poison.size() * sizeof(float));
             }
         }
 
-        std::mt19937             rng = a.make_rng();
+        std::mt19937 rng = a.make_rng();
         std::vector<ggml_fp16_t> vm;
         if (mask) {
             vm = a.make_mask(rng);
-            ggml_backend_tensor_set(mask, vm.data(), 0, vm.size()*sizeof(ggml_fp16_t));
+            ggml_backend_tensor_set(mask, vm.data(), 0, vm.size() * sizeof(ggml_fp16_t));
         }
 
         // keys that no row sees stay unwritten
-        std::vector<bool> unseen(a.kv*a.nhkv*a.ns, mask != nullptr);
+        std::vector<bool> unseen(a.kv * a.nhkv * a.ns, mask != nullptr);
         uint64_t pairs = 0, pairs_in_window = 0;
         const int64_t window_end = a.kv_count > 0 ? a.kv_first + a.kv_count : a.kv;
-        for (int64_t row = 0; row < a.nb*a.nh*a.ns; ++row) {
+        for (int64_t row = 0; row < a.nb * a.nh * a.ns; ++row) {
             const int64_t i = row % a.nb;
             const int64_t h = row / a.nb % a.nh;
             const int64_t s = row / a.nb / a.nh;
             for (int64_t j = 0; j < a.kv; ++j) {
-                if (!mask || vm[((s%a.ms*a.mh + h%a.mh)*(a.nb + a.mpad) + i)*a.kv + j] != 0xFC00) { // -Inf
-                    unseen[(s*a.nhkv + h/(a.nh/a.nhkv))*a.kv + j] = false;
-                    pairs           += 1;
+                if (!mask || vm[((s % a.ms * a.mh + h % a.mh) * (a.nb + a.mpad) + i) * a.kv + j] != 0xFC00) { // -Inf
+                    unseen[(s * a.nhkv + h / (a.nh / a.nhkv)) * a.kv + j] = false;
+                    pairs += 1;
                     pairs_in_window += j >= a.kv_first && j < window_end;
                 }
             }
         }
-        flops = 2*(pairs*(a.hsk + a.hsv + (a.wants('q') ? a.hsk : 0)) +
-                   pairs_in_window*((a.wants('k') ? a.hsk : 0) + (a.wants('v') ? a.hsv : 0)));
+        flops = 2 * (pairs * (a.hsk + a.hsv + (a.wants('q') ? a.hsk : 0)) + pairs_in_window * ((a.wants('k') ? a.hsk : 0) + (a.wants('v') ? a.hsv : 0)));
 
         std::vector<float> vq = a.draw(rng, ggml_nelements(q));
         std::vector<float> vk = a.draw(rng, ggml_nelements(k));
@@ -367,17 +365,21 @@ struct test_flash_attn_back : public test_case {
 
         const std::vector<float> mean = a.draw(rng, a.hsk);
         for (size_t i = 0; i < vq.size(); ++i) {
-            vq[i] *= a.data == "logits" ? 6.0f : a.data == "outlier" && i % a.hsk < 2 ? 30.0f : 1.0f;
+            vq[i] *= a.data == "logits" ? 6.0f : a.data == "outlier" && i % a.hsk < 2 ? 30.0f
+                                                                                      : 1.0f;
         }
         for (size_t i = 0; i < vk.size(); ++i) {
-            vk[i] *= a.data == "logits" ? 6.0f : a.data == "outlier" && i % a.hsk < 2 ? 10.0f : 1.0f;
-            vk[i] += a.data == "kmean" ? 8.0f*mean[i % a.hsk] : 0.0f;
+            vk[i] *= a.data == "logits" ? 6.0f : a.data == "outlier" && i % a.hsk < 2 ? 10.0f
+                                                                                      : 1.0f;
+            vk[i] += a.data == "kmean" ? 8.0f * mean[i % a.hsk] : 0.0f;
         }
         for (float & value : vv) {
-            value = a.data == "vconst" ? 1.0f + 1e-3f*value : value;
+            value = a.data == "vconst" ? 1.0f + 1e-3f * value : value;
         }
         for (float & value : vd) {
-            value *= a.data == "tiny" ? 1e-7f : a.data == "huge" ? 1e4f : a.data == "zero" ? 0.0f : 1.0f;
+            value *= a.data == "tiny" ? 1e-7f : a.data == "huge" ? 1e4f
+                : a.data == "zero"                               ? 0.0f
+                                                                 : 1.0f;
         }
 
         const std::vector<uint8_t> bytes_k = store(k, vk, unseen);
@@ -404,11 +406,11 @@ struct test_flash_attn_back : public test_case {
         double error = 0.0, norm = 0.0;
         for (int64_t i = 0; i < n; ++i) {
             if (got[i] != want[i]) { // also equal infinities, the LSE of rows without keys
-                error += ((double) got[i] - want[i])*((double) got[i] - want[i]);
+                error += ((double) got[i] - want[i]) * ((double) got[i] - want[i]);
             }
-            norm += std::isinf(want[i]) ? 0.0 : (double) want[i]*want[i];
+            norm += std::isinf(want[i]) ? 0.0 : (double) want[i] * want[i];
         }
-        return error == 0.0 ? 0.0 : error/norm;
+        return error == 0.0 ? 0.0 : error / norm;
     }
 
     double err(const float * got, const float * want, size_t n) override {
@@ -416,23 +418,26 @@ struct test_flash_attn_back : public test_case {
             return part_nmse(got, want, n); // a sentinel
         }
         const int64_t kv_count = a.kv_count > 0 ? a.kv_count : a.kv;
-        const struct { ggml_flash_attn_back_part part; int64_t head, heads; } parts[] = {
-            { GGML_FLASH_ATTN_BACK_DQ,     a.hsk*a.nb,     a.nh  *a.ns },
-            { GGML_FLASH_ATTN_BACK_DK,     a.hsk*kv_count, a.nhkv*a.ns },
-            { GGML_FLASH_ATTN_BACK_DV,     a.hsv*kv_count, a.nhkv*a.ns },
-            { GGML_FLASH_ATTN_BACK_LSE,    a.nb,           a.nh  *a.ns },
-            { GGML_FLASH_ATTN_BACK_D,      a.nb,           a.nh  *a.ns },
-            { GGML_FLASH_ATTN_BACK_DSINKS, 1,              a.nh        },
+        const struct {
+            ggml_flash_attn_back_part part;
+            int64_t head, heads;
+        } parts[] = {
+            { GGML_FLASH_ATTN_BACK_DQ, a.hsk * a.nb, a.nh * a.ns },
+            { GGML_FLASH_ATTN_BACK_DK, a.hsk * kv_count, a.nhkv * a.ns },
+            { GGML_FLASH_ATTN_BACK_DV, a.hsv * kv_count, a.nhkv * a.ns },
+            { GGML_FLASH_ATTN_BACK_LSE, a.nb, a.nh * a.ns },
+            { GGML_FLASH_ATTN_BACK_D, a.nb, a.nh * a.ns },
+            { GGML_FLASH_ATTN_BACK_DSINKS, 1, a.nh },
         };
         double worst = 0.0;
         for (const auto & p : parts) {
             if (!ggml_flash_attn_back_has(back, p.part)) {
                 continue;
             }
-            const size_t offset = ggml_flash_attn_back_offset(back, p.part)/sizeof(float);
-            worst = std::max(worst, part_nmse(got + offset, want + offset, p.head*p.heads));
+            const size_t offset = ggml_flash_attn_back_offset(back, p.part) / sizeof(float);
+            worst               = std::max(worst, part_nmse(got + offset, want + offset, p.head * p.heads));
             for (int64_t head = 0; head < p.heads; ++head) {
-                worst = std::max(worst, part_nmse(got + offset + head*p.head, want + offset + head*p.head, p.head));
+                worst = std::max(worst, part_nmse(got + offset + head * p.head, want + offset + head * p.head, p.head));
             }
         }
         return worst;
@@ -472,14 +477,13 @@ struct test_flash_attn_ext_grad : public test_case {
 
     // mode grad divides by the gradients: every one must differ from zero, so every row sees two keys and every key is seen
     static bool is_checkable(const flash_attn_back_args & a) {
-        return a.type_K == GGML_TYPE_F32 && a.type_V == GGML_TYPE_F32 && !a.vview && a.nb < a.kv && a.mh*a.ms == 1 &&
+        return a.type_K == GGML_TYPE_F32 && a.type_V == GGML_TYPE_F32 && !a.vview && a.nb < a.kv && a.mh * a.ms == 1 &&
             (a.mask == "none" || a.mask == "causal" || a.mask == "bias");
     }
 
     ggml_tensor * param(ggml_context * ctx, const char * name, std::array<int64_t, 4> ne) {
-        const bool    perm = a.layout == "perm";
-        ggml_tensor * t    = perm ? ggml_new_tensor_4d(ctx, GGML_TYPE_F32, ne[0], ne[2], ne[1], ne[3]) :
-                                    ggml_new_tensor_4d(ctx, GGML_TYPE_F32, ne[0], ne[1], ne[2], ne[3]);
+        const bool perm = a.layout == "perm";
+        ggml_tensor * t = perm ? ggml_new_tensor_4d(ctx, GGML_TYPE_F32, ne[0], ne[2], ne[1], ne[3]) : ggml_new_tensor_4d(ctx, GGML_TYPE_F32, ne[0], ne[1], ne[2], ne[3]);
         if (a.wants(name[0])) {
             ggml_set_param(t);
         }
@@ -489,7 +493,7 @@ struct test_flash_attn_ext_grad : public test_case {
     }
 
     ggml_tensor * build_graph(ggml_context * ctx) override {
-        ggml_tensor * q = param(ctx, "q", { a.hsk, a.nb, a.nh,   a.ns });
+        ggml_tensor * q = param(ctx, "q", { a.hsk, a.nb, a.nh, a.ns });
         ggml_tensor * k = param(ctx, "k", { a.hsk, a.kv, a.nhkv, a.ns });
         ggml_tensor * v = param(ctx, "v", { a.hsv, a.kv, a.nhkv, a.ns });
         if (a.mask != "none") {
@@ -497,7 +501,7 @@ struct test_flash_attn_ext_grad : public test_case {
             ggml_set_name(mask, "mask");
         }
         ggml_tensor * out = ggml_flash_attn_ext(ctx, q, k, v, mask, a.scale, a.max_bias, a.softcap);
-        ggml_tensor * d = ggml_new_tensor_4d(ctx, GGML_TYPE_F32, a.hsv, a.nh, a.nb, a.ns);
+        ggml_tensor * d   = ggml_new_tensor_4d(ctx, GGML_TYPE_F32, a.hsv, a.nh, a.nb, a.ns);
         ggml_set_name(d, "d");
         inputs.push_back(d);
         if (a.sinks) {
