@@ -37,53 +37,85 @@
 }
 
 struct options {
-    std::string model, text, save, grads, capture;
-    std::string device    = "";      // "" = all, "none" = CPU only, or a device's name
+    std::string model;
+    std::string text;
+    std::string save;
+    std::string grads;
+    std::string capture;
+    std::string device;              // "" = all, "none" = CPU only, or a device's name
     std::string optimizer = "adamw"; // or sgd
     std::string fa        = "on";    // off, on, auto
-    std::string type_k = "f32", type_v = "f32";
-    int     steps = 0, ctx = 256, batch = 0, ubatch = 0, seqs = 1, ngl = -1, threads = 2, grads_step = 1, capture_layer = 0, capture_step = 1;
-    int64_t tokens = 0;              // of the text, 0 = all
-    double  lr = 1e-3;
-    int64_t memory = 0;              // bytes that a GPU is to have free, 0 = what it has
-    bool    nodes = false, perplexity = false, kv_offload = true, kv_unified = true;
+    std::string type_k    = "f32";
+    std::string type_v    = "f32";
+
+    int steps         = 0;
+    int ctx           = 256;
+    int batch         = 0; // tokens of an optimizer step, 0 = ctx
+    int ubatch        = 0; // tokens of a graph, 0 = batch
+    int seqs          = 1;
+    int ngl           = -1;
+    int threads       = 2;
+    int tokens        = 0; // of the text, 0 = all
+    int grads_step    = 1;
+    int capture_layer = 0;
+    int capture_step  = 1;
+    int nodes         = 0;
+    int perplexity    = 0;
+    int kv_offload    = 1;
+    int kv_unified    = 1;
+
+    double lr      = 1e-3;
+    int64_t memory = 0; // bytes that a GPU is to have free, 0 = what it has
 
     options(int argc, char ** argv) {
+        const std::map<std::string, std::string *> texts = {
+            { "--model", &model },
+            { "--text", &text },
+            { "--save", &save },
+            { "--grads", &grads },
+            { "--capture", &capture },
+            { "--device", &device },
+            { "--optimizer", &optimizer },
+            { "--fa", &fa },
+            { "--type-k", &type_k },
+            { "--type-v", &type_v },
+        };
+        const std::map<std::string, int *> numbers = {
+            { "--steps", &steps },
+            { "--ctx", &ctx },
+            { "--batch", &batch },
+            { "--ubatch", &ubatch },
+            { "--seqs", &seqs },
+            { "--ngl", &ngl },
+            { "--threads", &threads },
+            { "--tokens", &tokens },
+            { "--grads-step", &grads_step },
+            { "--capture-layer", &capture_layer },
+            { "--capture-step", &capture_step },
+            { "--nodes", &nodes },
+            { "--perplexity", &perplexity },
+            { "--kv-offload", &kv_offload },
+            { "--kv-unified", &kv_unified },
+        };
         for (int i = 1; i + 1 < argc; i += 2) {
-            const std::string key = argv[i], value = argv[i + 1];
-            if      (key == "--model")         { model         = value; }
-            else if (key == "--text")          { text          = value; }
-            else if (key == "--save")          { save          = value; }
-            else if (key == "--grads")         { grads         = value; }
-            else if (key == "--grads-step")    { grads_step    = std::stoi(value); }
-            else if (key == "--capture")       { capture       = value; }
-            else if (key == "--capture-layer") { capture_layer = std::stoi(value); }
-            else if (key == "--capture-step")  { capture_step  = std::stoi(value); }
-            else if (key == "--device")        { device        = value; }
-            else if (key == "--optimizer")     { optimizer     = value; }
-            else if (key == "--fa")            { fa            = value; }
-            else if (key == "--type-k")        { type_k        = value; }
-            else if (key == "--type-v")        { type_v        = value; }
-            else if (key == "--steps")         { steps         = std::stoi(value); }
-            else if (key == "--ctx")           { ctx           = std::stoi(value); }
-            else if (key == "--batch")         { batch         = std::stoi(value); }
-            else if (key == "--ubatch")        { ubatch        = std::stoi(value); }
-            else if (key == "--seqs")          { seqs          = std::stoi(value); }
-            else if (key == "--ngl")           { ngl           = std::stoi(value); }
-            else if (key == "--threads")       { threads       = std::stoi(value); }
-            else if (key == "--tokens")        { tokens        = std::stoll(value); }
-            else if (key == "--lr")            { lr            = std::stod(value); }
-            else if (key == "--memory")        { memory        = std::stoll(value); }
-            else if (key == "--nodes")         { nodes         = value == "1"; }
-            else if (key == "--perplexity")    { perplexity    = value == "1"; }
-            else if (key == "--kv-offload")    { kv_offload    = value == "1"; }
-            else if (key == "--kv-unified")    { kv_unified    = value == "1"; }
-            else { fail("unknown option " + key); }
+            const std::string key   = argv[i];
+            const std::string value = argv[i + 1];
+            if (texts.count(key)) {
+                *texts.at(key) = value;
+            } else if (numbers.count(key)) {
+                *numbers.at(key) = std::stoi(value);
+            } else if (key == "--lr") {
+                lr = std::stod(value);
+            } else if (key == "--memory") {
+                memory = std::stoll(value);
+            } else {
+                fail("unknown option " + key);
+            }
         }
         if (model.empty() || text.empty() || argc % 2 == 0) {
             fail("--model FILE --text FILE and the other options come in pairs of --name value");
         }
-        batch  = batch  ? batch  : ctx;
+        batch  = batch ? batch : ctx;
         ubatch = ubatch ? ubatch : batch;
     }
 };
@@ -117,7 +149,7 @@ static int layer_of(const ggml_tensor * tensor) {
 // a GGUF file of contiguous copies of tensors
 class gguf_file {
 public:
-    gguf_file() : ctx(ggml_init({ 4096*ggml_tensor_overhead(), nullptr, true })), file(gguf_init_empty()) {}
+    gguf_file() : ctx(ggml_init({ 4096 * ggml_tensor_overhead(), nullptr, true })), file(gguf_init_empty()) {}
 
     ~gguf_file() {
         gguf_free(file);
@@ -132,15 +164,15 @@ public:
         data.emplace_back(ggml_nbytes(copy));
         copy->data = data.back().data();
 
-        const bool    whole = ggml_is_contiguous_rows(tensor);
-        const size_t  piece = whole ? copy->nb[1] : copy->nb[0];
-        const int64_t n     = whole ? 1 : copy->ne[0];
-        char * to = data.back().data();
+        const bool whole   = ggml_is_contiguous_rows(tensor);
+        const size_t piece = whole ? copy->nb[1] : copy->nb[0];
+        const int64_t n    = whole ? 1 : copy->ne[0];
+        char * to          = data.back().data();
         for (int64_t i3 = 0; i3 < copy->ne[3]; ++i3) {
             for (int64_t i2 = 0; i2 < copy->ne[2]; ++i2) {
                 for (int64_t i1 = 0; i1 < copy->ne[1]; ++i1) {
                     for (int64_t i0 = 0; i0 < n; ++i0, to += piece) {
-                        memcpy(to, span.data() + i3*tensor->nb[3] + i2*tensor->nb[2] + i1*tensor->nb[1] + i0*tensor->nb[0], piece);
+                        memcpy(to, span.data() + i3 * tensor->nb[3] + i2 * tensor->nb[2] + i1 * tensor->nb[1] + i0 * tensor->nb[0], piece);
                     }
                 }
             }
@@ -161,7 +193,7 @@ public:
     }
 
     void write(const std::string & path) {
-        if (!gguf_write_to_file(file, path.c_str(), /*only_meta =*/ false)) {
+        if (!gguf_write_to_file(file, path.c_str(), /*only_meta =*/false)) {
             fail("cannot write " + path);
         }
     }
@@ -175,10 +207,10 @@ private:
 // what the scheduler's callback sees of a step
 struct observer {
     const options & opt;
-    llama_context * ctx   = nullptr;
-    int             step  = 0;
-    float           loss  = NAN; // of the step before
-    gguf_file       grads;
+    llama_context * ctx = nullptr;
+    int step            = 0;
+    float loss          = NAN; // of the step before
+    gguf_file grads;
     std::map<std::pair<std::string, std::string>, int> ops;
 
     bool wants(const ggml_tensor * node) const {
@@ -190,8 +222,8 @@ struct observer {
     }
 
     void place(ggml_tensor * node) {
-        ggml_backend_t    backend = ggml_backend_sched_get_tensor_backend(ctx->get_sched(), node);
-        const std::string name    = backend ? ggml_backend_dev_name(ggml_backend_get_device(backend)) : "none";
+        ggml_backend_t backend = ggml_backend_sched_get_tensor_backend(ctx->get_sched(), node);
+        const std::string name = backend ? ggml_backend_dev_name(ggml_backend_get_device(backend)) : "none";
         ops[{ ggml_op_desc(node), name }]++;
         if (node->op == GGML_OP_FLASH_ATTN_EXT || node->op == GGML_OP_FLASH_ATTN_BACK) {
             const int layer = layer_of(node->src[0]);
@@ -210,14 +242,14 @@ struct observer {
         }
         float params[3];
         memcpy(params, node->op_params, sizeof(params));
-        file.set("general.architecture",            "flash_attn_back");
-        file.set("flash_attn_back.version",         1u);
-        file.set("flash_attn_back.scale",           params[0]);
-        file.set("flash_attn_back.max_bias",        params[1]);
-        file.set("flash_attn_back.logit_softcap",   params[2]);
-        file.set("flash_attn_back.source",          "llama.cpp, step " + std::to_string(step));
-        file.set("flash_attn_back.layer",           std::to_string(opt.capture_layer));
-        file.set("flash_attn_back.loss",            std::to_string(loss) + " in the step before");
+        file.set("general.architecture", "flash_attn_back");
+        file.set("flash_attn_back.version", 1u);
+        file.set("flash_attn_back.scale", params[0]);
+        file.set("flash_attn_back.max_bias", params[1]);
+        file.set("flash_attn_back.logit_softcap", params[2]);
+        file.set("flash_attn_back.source", "llama.cpp, step " + std::to_string(step));
+        file.set("flash_attn_back.layer", std::to_string(opt.capture_layer));
+        file.set("flash_attn_back.loss", std::to_string(loss) + " in the step before");
         file.write(opt.capture);
     }
 
@@ -250,7 +282,7 @@ static std::vector<llama_token> tokenize(const llama_vocab * vocab, const option
     if (n < 2) {
         fail(opt.text + " has fewer than two tokens");
     }
-    tokens.resize(opt.tokens ? std::min<int64_t>(n, opt.tokens) : n);
+    tokens.resize(opt.tokens ? std::min(n, opt.tokens) : n);
     return tokens;
 }
 
@@ -270,56 +302,56 @@ static void say_memory(llama_context * ctx, const std::map<ggml_backend_dev_t, s
     }
     rusage usage;
     getrusage(RUSAGE_SELF, &usage);
-    printf("{\"event\": \"memory\", \"process\": %" PRId64 "}\n", int64_t(usage.ru_maxrss)*1024);
+    printf("{\"event\": \"memory\", \"process\": %" PRId64 "}\n", int64_t(usage.ru_maxrss) * 1024);
 }
 
 static void train(llama_context * ctx, llama_model * model, const options & opt, const std::vector<llama_token> & tokens, observer & seen,
-        const std::map<ggml_backend_dev_t, size_t> & before) {
+    const std::map<ggml_backend_dev_t, size_t> & before) {
     ggml_opt_optimizer_params rates = ggml_opt_get_default_optimizer_params(nullptr);
-    rates.adamw.alpha = opt.lr;
-    rates.sgd.alpha   = opt.lr;
-    llama_opt_params params = {
-        /*.n_ctx_train     =*/ 0,
-        /*.param_filter    =*/ llama_opt_param_filter_all,
-        /*.param_filter_ud =*/ nullptr,
-        /*.get_opt_pars    =*/ ggml_opt_get_constant_optimizer_params,
-        /*.get_opt_pars_ud =*/ &rates,
-        /*.optimizer_type  =*/ opt.optimizer == "sgd" ? GGML_OPT_OPTIMIZER_TYPE_SGD : GGML_OPT_OPTIMIZER_TYPE_ADAMW,
+    rates.adamw.alpha               = opt.lr;
+    rates.sgd.alpha                 = opt.lr;
+    llama_opt_params params         = {
+        /*.n_ctx_train     =*/0,
+        /*.param_filter    =*/llama_opt_param_filter_all,
+        /*.param_filter_ud =*/nullptr,
+        /*.get_opt_pars    =*/ggml_opt_get_constant_optimizer_params,
+        /*.get_opt_pars_ud =*/&rates,
+        /*.optimizer_type  =*/opt.optimizer == "sgd" ? GGML_OPT_OPTIMIZER_TYPE_SGD : GGML_OPT_OPTIMIZER_TYPE_ADAMW,
     };
     llama_opt_init(ctx, model, params);
 
     const int64_t n_ctx     = llama_n_ctx(ctx);
-    const int64_t n_windows = (int64_t(tokens.size()) - 1 + n_ctx - 1)/n_ctx;
+    const int64_t n_windows = (int64_t(tokens.size()) - 1 + n_ctx - 1) / n_ctx;
     const llama_token eos   = llama_vocab_eos(llama_model_get_vocab(model));
     printf("{\"event\": \"start\", \"flash_attn\": %s, \"kv_gradients\": %s, \"n_ctx\": %" PRId64 ", \"n_ubatch\": %u, \"parameters\": %" PRIu64
-        ", \"layers\": %d, \"tokens\": %zu, \"windows\": %" PRId64 "}\n",
+           ", \"layers\": %d, \"tokens\": %zu, \"windows\": %" PRId64 "}\n",
         ctx->get_cparams().flash_attn ? "true" : "false", ctx->get_cparams().training ? "true" : "false", n_ctx, llama_n_ubatch(ctx),
         llama_model_n_params(model), llama_model_n_layer(model), tokens.size(), n_windows);
 
-    ggml_opt_dataset_t dataset = ggml_opt_dataset_init(GGML_TYPE_I32, GGML_TYPE_I32, n_ctx, n_ctx, /*ndata =*/ 1, /*ndata_shard =*/ 1);
-    int32_t * inputs = (int32_t *) ggml_opt_dataset_data  (dataset)->data;
-    int32_t * labels = (int32_t *) ggml_opt_dataset_labels(dataset)->data;
-    ggml_opt_result_t result = ggml_opt_result_init();
-    auto least = before;
+    ggml_opt_dataset_t dataset = ggml_opt_dataset_init(GGML_TYPE_I32, GGML_TYPE_I32, n_ctx, n_ctx, /*ndata =*/1, /*ndata_shard =*/1);
+    int32_t * inputs           = (int32_t *) ggml_opt_dataset_data(dataset)->data;
+    int32_t * labels           = (int32_t *) ggml_opt_dataset_labels(dataset)->data;
+    ggml_opt_result_t result   = ggml_opt_result_init();
+    auto least                 = before;
 
     for (int step = 1; step <= opt.steps; ++step) {
         const size_t first = (step - 1) % n_windows * n_ctx;
         for (int64_t i = 0; i < n_ctx; ++i) {
-            inputs[i] = first + i     < tokens.size() ? tokens[first + i]     : eos;
+            inputs[i] = first + i < tokens.size() ? tokens[first + i] : eos;
             labels[i] = first + i + 1 < tokens.size() ? tokens[first + i + 1] : eos;
         }
-        seen.step = step;
+        seen.step        = step;
         const bool watch = (step == 1 && opt.nodes) || (step == opt.grads_step && !opt.grads.empty()) ||
             (step == opt.capture_step && !opt.capture.empty());
         ggml_backend_sched_set_eval_callback(ctx->get_sched(), watch ? observer::callback : nullptr, &seen);
 
         const auto start = std::chrono::steady_clock::now();
         ggml_opt_result_reset(result);
-        llama_opt_epoch(ctx, dataset, result, nullptr, /*idata_split =*/ 1, nullptr, nullptr);
+        llama_opt_epoch(ctx, dataset, result, nullptr, /*idata_split =*/1, nullptr, nullptr);
         const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - start;
 
         int64_t n_rows;
-        double  loss;
+        double loss;
         ggml_opt_result_ndata(result, &n_rows);
         ggml_opt_result_loss(result, &loss, nullptr);
         if (n_rows != n_ctx) {
@@ -353,8 +385,8 @@ static void perplexity(llama_context * ctx, const llama_model * model, const std
     const int n_ctx   = llama_n_ctx(ctx);
     const int n_vocab = llama_vocab_n_tokens(llama_model_get_vocab(model));
     llama_batch batch = llama_batch_init(n_ctx, 0, 1);
-    double  sum = 0.0;
-    int64_t n   = 0;
+    double sum        = 0.0;
+    int64_t n         = 0;
     for (size_t first = 0; first + 1 < tokens.size(); first += n_ctx) {
         batch.n_tokens = std::min<size_t>(n_ctx, tokens.size() - 1 - first);
         for (int i = 0; i < batch.n_tokens; ++i) {
@@ -370,7 +402,7 @@ static void perplexity(llama_context * ctx, const llama_model * model, const std
         }
         for (int i = 0; i < batch.n_tokens; ++i) {
             const float * logits = llama_get_logits_ith(ctx, i);
-            double total = 0.0;
+            double total         = 0.0;
             for (int t = 0; t < n_vocab; ++t) {
                 total += std::exp(double(logits[t]) - logits[tokens[first + i + 1]]);
             }
@@ -379,7 +411,7 @@ static void perplexity(llama_context * ctx, const llama_model * model, const std
         }
     }
     llama_batch_free(batch);
-    printf("{\"event\": \"perplexity\", \"perplexity\": %.9g, \"tokens\": %" PRId64 "}\n", std::exp(sum/n), n);
+    printf("{\"event\": \"perplexity\", \"perplexity\": %.9g, \"tokens\": %" PRId64 "}\n", std::exp(sum / n), n);
 }
 
 static void log_problems(ggml_log_level level, const char * text, void *) {
@@ -419,28 +451,29 @@ int main(int argc, char ** argv) {
     devices.push_back(nullptr);
 
     llama_model_params model_params = llama_model_default_params();
-    model_params.devices      = devices.data();
-    model_params.n_gpu_layers = opt.ngl;
-    model_params.load_mode    = LLAMA_LOAD_MODE_NONE; // writable weights
-    llama_model * model = llama_model_load_from_file(opt.model.c_str(), model_params);
+    model_params.devices            = devices.data();
+    model_params.n_gpu_layers       = opt.ngl;
+    model_params.load_mode          = LLAMA_LOAD_MODE_NONE; // writable weights
+    llama_model * model             = llama_model_load_from_file(opt.model.c_str(), model_params);
     if (!model) {
         fail("cannot load " + opt.model);
     }
 
     observer seen{ opt };
     llama_context_params params = llama_context_default_params();
-    params.n_ctx             = opt.ctx;
-    params.n_batch           = opt.batch;
-    params.n_ubatch          = opt.ubatch;
-    params.n_seq_max         = opt.seqs;
-    params.kv_unified        = opt.kv_unified;
-    params.n_threads         = opt.threads;
-    params.n_threads_batch   = opt.threads;
-    params.flash_attn_type   = opt.fa == "on" ? LLAMA_FLASH_ATTN_TYPE_ENABLED : opt.fa == "off" ? LLAMA_FLASH_ATTN_TYPE_DISABLED : LLAMA_FLASH_ATTN_TYPE_AUTO;
-    params.type_k            = type_of(opt.type_k);
-    params.type_v            = type_of(opt.type_v);
-    params.offload_kqv       = opt.kv_offload;
-    llama_context * ctx = llama_init_from_model(model, params);
+    params.n_ctx                = opt.ctx;
+    params.n_batch              = opt.batch;
+    params.n_ubatch             = opt.ubatch;
+    params.n_seq_max            = opt.seqs;
+    params.kv_unified           = opt.kv_unified;
+    params.n_threads            = opt.threads;
+    params.n_threads_batch      = opt.threads;
+    params.flash_attn_type      = opt.fa == "on" ? LLAMA_FLASH_ATTN_TYPE_ENABLED : opt.fa == "off" ? LLAMA_FLASH_ATTN_TYPE_DISABLED
+                                                                                                   : LLAMA_FLASH_ATTN_TYPE_AUTO;
+    params.type_k               = type_of(opt.type_k);
+    params.type_v               = type_of(opt.type_v);
+    params.offload_kqv          = opt.kv_offload;
+    llama_context * ctx         = llama_init_from_model(model, params);
     if (!ctx) {
         fail("cannot make a context");
     }

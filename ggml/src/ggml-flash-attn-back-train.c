@@ -8,24 +8,24 @@ const char * ggml_flash_attn_back_train_refusal(ggml_backend_dev_t dev, const st
     }
 
     struct ggml_init_params params = {
-        /*.mem_size   =*/ 2*ggml_tensor_overhead(),
-        /*.mem_buffer =*/ NULL,
-        /*.no_alloc   =*/ true,
+        /*.mem_size   =*/2 * ggml_tensor_overhead(),
+        /*.mem_buffer =*/NULL,
+        /*.no_alloc   =*/true,
     };
     struct ggml_context * ctx = ggml_init(params);
-    struct ggml_tensor  * d   = ggml_new_tensor(ctx, GGML_TYPE_F32, GGML_MAX_DIMS, attn->ne);
+    struct ggml_tensor * d    = ggml_new_tensor(ctx, GGML_TYPE_F32, GGML_MAX_DIMS, attn->ne);
     if (!attn->src[GGML_FLASH_ATTN_BACK_SRC_SINKS]) {
         grads &= ~(1u << GGML_FLASH_ATTN_BACK_DSINKS);
     }
     const struct ggml_tensor * back = ggml_flash_attn_back(
-        ctx, attn->src[0], attn->src[1], attn->src[2], attn->src[3], attn->src[4], /*o =*/ NULL, d,
-        (struct ggml_flash_attn_back_params) {
-            /*.scale         =*/ ggml_get_op_params_f32(attn, 0),
-            /*.max_bias      =*/ ggml_get_op_params_f32(attn, 1),
-            /*.logit_softcap =*/ ggml_get_op_params_f32(attn, 2),
-            /*.grads         =*/ grads,
-            /*.kv_first      =*/ 0,
-            /*.kv_count      =*/ 0,
+        ctx, attn->src[0], attn->src[1], attn->src[2], attn->src[3], attn->src[4], /*o =*/NULL, d,
+        (struct ggml_flash_attn_back_params){
+            /*.scale         =*/ggml_get_op_params_f32(attn, 0),
+            /*.max_bias      =*/ggml_get_op_params_f32(attn, 1),
+            /*.logit_softcap =*/ggml_get_op_params_f32(attn, 2),
+            /*.grads         =*/grads,
+            /*.kv_first      =*/0,
+            /*.kv_count      =*/0,
         });
 
     const char * reason = NULL;
@@ -54,18 +54,18 @@ static struct gelu gelu(struct ggml_context * ctx, struct ggml_tensor * x) {
     const float k = 0.79788456080286535588f; // sqrt(2/pi)
     const float c = 0.044715f;
 
-    struct ggml_tensor * t    = ggml_tanh(ctx, ggml_mul(ctx, quadratic(ctx, k, k*c, x), x));
+    struct ggml_tensor * t    = ggml_tanh(ctx, ggml_mul(ctx, quadratic(ctx, k, k * c, x), x));
     struct ggml_tensor * half = ggml_scale_bias(ctx, t, 0.5f, 0.5f);
-    struct ggml_tensor * rest = ggml_mul(ctx, ggml_mul(ctx, quadratic(ctx, 1.0f, -1.0f, t), x), quadratic(ctx, 0.5f*k, 1.5f*k*c, x));
-    return (struct gelu) { ggml_mul(ctx, half, x), ggml_add(ctx, half, rest) };
+    struct ggml_tensor * rest = ggml_mul(ctx, ggml_mul(ctx, quadratic(ctx, 1.0f, -1.0f, t), x), quadratic(ctx, 0.5f * k, 1.5f * k * c, x));
+    return (struct gelu){ ggml_mul(ctx, half, x), ggml_add(ctx, half, rest) };
 }
 
 bool ggml_flash_attn_back_train_src_grads(
-        struct ggml_context * ctx,
-        struct ggml_tensor  * node,
-        struct ggml_tensor  * grad,
-        const bool            needed[2],
-        struct ggml_tensor  * src_grads[2]) {
+    struct ggml_context * ctx,
+    struct ggml_tensor * node,
+    struct ggml_tensor * grad,
+    const bool needed[2],
+    struct ggml_tensor * src_grads[2]) {
     src_grads[0] = NULL;
     src_grads[1] = NULL;
 
