@@ -8,8 +8,8 @@
 // A block is one producer warp, which walks the tiles that the mask leaves and copies them into a ring, and warpgroups that own 64 rows
 // each. S and dP (keys: transposed) have the own rows as rows, so that P and dS are operands straight from the accumulators.
 //
-// The blocks of a band of heads or units, whose streamed operands fit the L2 cache together, run tile by tile, those with most to do under a
-// causal mask first, so that the last ones to run are short.
+// The blocks of a band of heads or units, whose streamed operands fit the L2 cache together, run tile by tile, those with most to do
+// under a causal mask first, so that the last ones to run are short.
 //
 // With head size <= 128 queries runs once and forms dQ before LSE and D are known: E = exp2(S - m) with a running maximum, and with a
 // running estimate Dt of D
@@ -93,8 +93,9 @@ static __device__ __forceinline__ uint32_t fattn_back_hopper_get_tile(
     if (p.tiles == nullptr) {
         return kt == p.KT - 1 && p.a.M % FATTN_BACK_HOPPER_ROWS != 0 ? FATTN_BACK_HOPPER_TILE_MIXED : FATTN_BACK_HOPPER_TILE_FULL;
     }
-    const int64_t mask = (fattn_back_hopper_seq(p, lhead) % p.a.mask_nseqs)*p.a.mask_nheads + fattn_back_hopper_head(p, lhead) % p.a.mask_nheads;
-    return p.tiles[(mask*p.QT + qt)*p.KT + kt];
+    const int h = fattn_back_hopper_head(p, lhead) % p.a.mask_nheads;
+    const int s = fattn_back_hopper_seq (p, lhead) % p.a.mask_nseqs;
+    return p.tiles[(((int64_t) s*p.a.mask_nheads + h)*p.QT + qt)*p.KT + kt];
 }
 
 // Shared memory of a block: nwg own tiles of two operands, rings of n1 and n2 streamed tiles. Of the first operands (Q, K) a tile is
@@ -173,9 +174,12 @@ static __device__ __forceinline__ void fattn_back_hopper_produce(
     const int n_own      = keys ? p.KT : p.QT;
     const int n_streamed = keys ? p.QT : p.KT;
 
+    const auto tiles = [](const half * x, const int64_t n, const int bytes) {
+        return (const char *) x + n*bytes;
+    };
     if (lane == 0) {
-        const char * x1 = (const char *) (keys ? p.k + (int64_t) unit*n_own*(L::tile1/2) : p.q  + (int64_t) lhead0*n_own*(L::tile1/2));
-        const char * x2 = (const char *) (keys ? p.v + (int64_t) unit*n_own*(L::tile/2) : p.dO + (int64_t) lhead0*n_own*(L::tile/2));
+        const char * x1 = keys ? tiles(p.k, (int64_t) unit*n_own, L::tile1) : tiles(p.q,  (int64_t) lhead0*n_own, L::tile1);
+        const char * x2 = keys ? tiles(p.v, (int64_t) unit*n_own, L::tile)  : tiles(p.dO, (int64_t) lhead0*n_own, L::tile);
         hopper_barrier_expect(smem + L::own, L::groups*(L::tile1 + L::tile));
         for (int w = 0; w < L::groups; ++w) {
             const int64_t t = min(t0 + w, n_own - 1);
@@ -190,8 +194,8 @@ static __device__ __forceinline__ void fattn_back_hopper_produce(
     fattn_back_hopper_ring<L::stages1> r1;
     fattn_back_hopper_ring<L::stages2> r2;
     for (int lhead = lhead0; lhead < lhead0 + nheads; ++lhead) {
-        const char * y1 = (const char *) (keys ? p.q  + (int64_t) lhead*n_streamed*(L::tile1/2) : p.k + (int64_t) unit*n_streamed*(L::tile1/2));
-        const char * y2 = (const char *) (keys ? p.dO + (int64_t) lhead*n_streamed*(L::tile/2) : p.v + (int64_t) unit*n_streamed*(L::tile/2));
+        const char * y1 = keys ? tiles(p.q,  (int64_t) lhead*n_streamed, L::tile1) : tiles(p.k, (int64_t) unit*n_streamed, L::tile1);
+        const char * y2 = keys ? tiles(p.dO, (int64_t) lhead*n_streamed, L::tile)  : tiles(p.v, (int64_t) unit*n_streamed, L::tile);
         const char * st = (const char *) (p.stat + (int64_t) lhead*n_streamed*2*FATTN_BACK_HOPPER_ROWS);
         for (int base = 0; base < n_streamed; base += 32) {
             uint32_t states = 0;
@@ -320,16 +324,16 @@ static __device__ __forceinline__ float fattn_back_hopper_slope(const fattn_back
     return fattn_back_slope(p.a, fattn_back_hopper_head(p, lhead))*FATTN_BACK_HOPPER_LOG2E;
 }
 
-// accumulators [64 x D] of tile t times factor to dst, rows [first, first + count)
+// accumulators [64 x D] of key tile t times factor to dK or dV of a unit
 template <int R>
 static __device__ __forceinline__ void fattn_back_hopper_store(
-        float * dst, const float (&acc)[R], const float factor, const int t, const int first, const int count) {
+        const fattn_back_hopper_params & p, float * dst, const float (&acc)[R], const float factor, const int unit, const int t) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-        const int row = t*FATTN_BACK_HOPPER_ROWS + (threadIdx.x % 128)/32*16 + lane/4 + 8*r - first;
-        if (row >= 0 && row < count) {
-            float * x = dst + (int64_t) row*(2*R) + 2*(lane % 4);
+        const int row = t*FATTN_BACK_HOPPER_ROWS + (threadIdx.x % 128)/32*16 + lane/4 + 8*r - p.a.kv_first;
+        if (row >= 0 && row < p.a.kv_count) {
+            float * x = dst + ((int64_t) (p.unit0 + unit)*p.a.kv_count + row)*(2*R) + 2*(lane % 4);
 #pragma unroll
             for (int j = 0; j < R/4; ++j) {
                 *(float2 *) (x + 8*j) = make_float2(acc[4*j + 2*r + 0]*factor, acc[4*j + 2*r + 1]*factor);
@@ -337,17 +341,22 @@ static __device__ __forceinline__ void fattn_back_hopper_store(
         }
     }
 }
-
-// where dK and dV of a unit start, and the factors from the sums over the operands
-static __device__ __forceinline__ int64_t fattn_back_hopper_dst(const fattn_back_hopper_params & p, const int unit) {
-    return (int64_t) (p.unit0 + unit)*p.a.kv_count*p.a.Dk;
+template <int R>
+static __device__ __forceinline__ void fattn_back_hopper_store_dk(
+        const fattn_back_hopper_params & p, const float (&acc)[R], const int unit, const int t) {
+    if (p.a.dK != nullptr) {
+        const float4 scale  = p.scale[p.unit0 + unit];
+        const float  factor = p.a.scale/(1 << FATTN_BACK_HOPPER_SHIFT_P)/scale.x/scale.z/scale.w;
+        fattn_back_hopper_store(p, p.a.dK, acc, factor, unit, t);
+    }
 }
-static __device__ __forceinline__ float fattn_back_hopper_dv_factor(const fattn_back_hopper_params & p, const int unit) {
-    return 1.0f/(1 << FATTN_BACK_HOPPER_SHIFT_P)/p.scale[p.unit0 + unit].w;
-}
-static __device__ __forceinline__ float fattn_back_hopper_dk_factor(const fattn_back_hopper_params & p, const int unit) {
-    const float4 scale = p.scale[p.unit0 + unit];
-    return p.a.scale/(1 << FATTN_BACK_HOPPER_SHIFT_P)/scale.x/scale.z/scale.w;
+template <int R>
+static __device__ __forceinline__ void fattn_back_hopper_store_dv(
+        const fattn_back_hopper_params & p, const float (&acc)[R], const int unit, const int t) {
+    if (p.a.dV != nullptr) {
+        const float factor = 1.0f/(1 << FATTN_BACK_HOPPER_SHIFT_P)/p.scale[p.unit0 + unit].w;
+        fattn_back_hopper_store(p, p.a.dV, acc, factor, unit, t);
+    }
 }
 
 // sum or maximum over the four threads that share a row
@@ -413,7 +422,8 @@ static __device__ __forceinline__ float fattn_back_hopper_unit(const fattn_back_
 
 #endif // defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
-// dK and dV. Grid: units of a band, blocks of nwg key tiles of the window, bands. Block: nwg warpgroups with 64 keys each, then the producer.
+// dK and dV. Grid: units of a band, blocks of nwg key tiles of the window, bands. Block: nwg warpgroups with 64 keys each, then the
+// producer.
 template <int D, int nwg, int stages, int nregs, bool split>
 static __global__ void __launch_bounds__((nwg + 1)*128, 1) flash_attn_back_hopper_keys(const __grid_constant__ fattn_back_hopper_params p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -504,12 +514,8 @@ static __global__ void __launch_bounds__((nwg + 1)*128, 1) flash_attn_back_hoppe
         hopper_pin(dK);
         hopper_pin(dV);
 
-        if (p.a.dK != nullptr) {
-            fattn_back_hopper_store(p.a.dK + fattn_back_hopper_dst(p, unit), dK, fattn_back_hopper_dk_factor(p, unit), t0 + wg, p.a.kv_first, p.a.kv_count);
-        }
-        if (p.a.dV != nullptr) {
-            fattn_back_hopper_store(p.a.dV + fattn_back_hopper_dst(p, unit), dV, fattn_back_hopper_dv_factor(p, unit), t0 + wg, p.a.kv_first, p.a.kv_count);
-        }
+        fattn_back_hopper_store_dk(p, dK, unit, t0 + wg);
+        fattn_back_hopper_store_dv(p, dV, unit, t0 + wg);
     }
 #else
     GGML_UNUSED_VARS(p);
@@ -568,12 +574,13 @@ static __global__ void __launch_bounds__(3*128, 1) flash_attn_back_hopper_keys_s
                 fattn_back_hopper_product<D, split>(X, smem + L::own1, smem + L::ring1 + ring.stage*L::tile1);
                 float2 col_stat[8];
                 fattn_back_hopper_load_columns(col_stat, smem + L::stat + (2*ring.stage*FATTN_BACK_HOPPER_ROWS + col)*(int) sizeof(float));
-                hopper_wgmma_wait<0>();
-                hopper_pin(X);
+                hopper_wgmma_wait<1>(); // all of the previous tile
                 hopper_pin(X16);
                 if (stages > 1 && prev >= 0) {
                     fattn_back_hopper_release(smem + L::empty1 + 8*prev, smem + L::empty2 + 8*prev);
                 }
+                hopper_wgmma_wait<0>();
+                hopper_pin(X);
                 if ((meta.z & 3) != FATTN_BACK_HOPPER_TILE_FULL) {
                     fattn_back_hopper_mask<true>(X, p, meta.x, t0, meta.y, fattn_back_hopper_slope(p, meta.x)/sc);
                 }
@@ -600,9 +607,7 @@ static __global__ void __launch_bounds__(3*128, 1) flash_attn_back_hopper_keys_s
             hopper_wgmma_wait<0>();
             hopper_pin(X16);
             hopper_pin(acc);
-            if (p.a.dV != nullptr) {
-                fattn_back_hopper_store(p.a.dV + fattn_back_hopper_dst(p, unit), acc, fattn_back_hopper_dv_factor(p, unit), t0, p.a.kv_first, p.a.kv_count);
-            }
+            fattn_back_hopper_store_dv(p, acc, unit, t0);
         } else {
             while (true) {
                 hopper_barrier_wait(smem + L::full1 + 8*ring.stage, ring.parity);
@@ -615,12 +620,13 @@ static __global__ void __launch_bounds__(3*128, 1) flash_attn_back_hopper_keys_s
                 float2 col_stat[8];
                 fattn_back_hopper_load_columns(
                     col_stat, smem + L::stat + ((2*ring.stage + 1)*FATTN_BACK_HOPPER_ROWS + col)*(int) sizeof(float));
-                hopper_wgmma_wait<0>();
-                hopper_pin(X);
+                hopper_wgmma_wait<1>(); // all of the previous tile
                 hopper_pin(X16);
                 if (stages > 1 && prev >= 0) {
                     fattn_back_hopper_release(smem + L::empty1 + 8*prev, smem + L::empty2 + 8*prev);
                 }
+                hopper_wgmma_wait<0>();
+                hopper_pin(X);
                 hopper_barrier_wait(smem + L::pair + 8*pair.stage, pair.parity);
                 float P[32];
 #pragma unroll
@@ -643,9 +649,7 @@ static __global__ void __launch_bounds__(3*128, 1) flash_attn_back_hopper_keys_s
             hopper_wgmma_wait<0>();
             hopper_pin(X16);
             hopper_pin(acc);
-            if (p.a.dK != nullptr) {
-                fattn_back_hopper_store(p.a.dK + fattn_back_hopper_dst(p, unit), acc, fattn_back_hopper_dk_factor(p, unit), t0, p.a.kv_first, p.a.kv_count);
-            }
+            fattn_back_hopper_store_dk(p, acc, unit, t0);
         }
     }
 #else
@@ -657,8 +661,10 @@ static __global__ void __launch_bounds__(3*128, 1) flash_attn_back_hopper_keys_s
 // LSE, D and dQ, by mode. Grid: heads of a band, blocks of nwg query tiles, the last ones first, bands. Block: nwg warpgroups
 // with 64 queries each, then the producer. regs: Q and dO as operands from registers.
 template <int D, int nwg, int n1, int n2, int nregs, fattn_back_hopper_mode mode, bool regs, bool split>
-static __global__ void __launch_bounds__((nwg + 1)*128, 1) flash_attn_back_hopper_queries(const __grid_constant__ fattn_back_hopper_params p) {
+static __global__ void __launch_bounds__((nwg + 1)*128, 1) flash_attn_back_hopper_queries(
+        const __grid_constant__ fattn_back_hopper_params p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+    static_assert(!regs || mode == FATTN_BACK_HOPPER_STATS, "no registers left for Q and dO");
     using L = fattn_back_hopper_smem<D, nwg, n1, n2, 0, split, regs>;
     extern __shared__ __align__(1024) char smem_ptr[];
     const uint32_t smem = hopper_smem(smem_ptr);
@@ -746,6 +752,14 @@ static __global__ void __launch_bounds__((nwg + 1)*128, 1) flash_attn_back_hoppe
             }
             if constexpr (fused) {
                 hopper_wgmma_wait<0>(); // A and B of the previous tile must not be in flight where they are rescaled
+                hopper_pin(E16);
+                hopper_pin(dS16);
+            } else if constexpr (has_dq) {
+                hopper_wgmma_wait<1>(); // A of the previous tile
+                hopper_pin(dS16);
+            }
+            if (has_dq && n1 > 1 && prev1 >= 0) {
+                fattn_back_hopper_release(smem + L::empty1 + 8*prev1);
             }
             hopper_barrier_wait(smem + L::full2 + 8*ring2.stage, ring2.parity);
             if constexpr (regs) {
@@ -754,16 +768,10 @@ static __global__ void __launch_bounds__((nwg + 1)*128, 1) flash_attn_back_hoppe
                 fattn_back_hopper_product<D, false>(dP, own2, smem + L::ring2 + ring2.stage*L::tile);
             }
 
-            hopper_wgmma_wait<1>(); // S, and all of the previous tile
+            hopper_wgmma_wait<1>(); // S
             hopper_pin(S);
-            if constexpr (has_dq) {
-                hopper_pin(dS16);
-            }
-            if constexpr (fused) {
-                hopper_pin(E16);
-            }
-            if (n1 > 1 && prev1 >= 0) {
-                fattn_back_hopper_release(smem + L::empty1 + 8*prev1);
+            if constexpr (!has_dq) {
+                fattn_back_hopper_release(smem + L::empty1 + 8*ring1.stage);
             }
             if ((meta.z >> 2*wg & 3) != FATTN_BACK_HOPPER_TILE_FULL) {
                 fattn_back_hopper_mask<false>(S, p, lhead, t0 + wg, meta.y, fattn_back_hopper_slope(p, lhead)/sc);
@@ -774,7 +782,6 @@ static __global__ void __launch_bounds__((nwg + 1)*128, 1) flash_attn_back_hoppe
                 for (int i = 0; i < 32; ++i) {
                     S[i] = hopper_exp2(fmaf(S[i], sc, m[i % 4/2]));
                 }
-                hopper_pin(S); // P is formed while dP is on its way
                 hopper_wgmma_wait<0>();
                 hopper_pin(dP);
             } else {
@@ -802,7 +809,9 @@ static __global__ void __launch_bounds__((nwg + 1)*128, 1) flash_attn_back_hoppe
                     }
                     l[r] = l[r]*alpha[r] + (fused ? fattn_back_hopper_quad_sum(sum) : sum);
                 }
-                hopper_pin(S); // E is formed while dP is on its way
+                if constexpr (fused) {
+                    hopper_pin(S); // E is formed while dP is on its way, which with D = 256 has not paid
+                }
                 hopper_wgmma_wait<0>(); // dP
                 hopper_pin(dP);
 #pragma unroll
@@ -852,7 +861,7 @@ static __global__ void __launch_bounds__((nwg + 1)*128, 1) flash_attn_back_hoppe
                 fattn_back_hopper_accumulate(A, dS16, smem + L::ring1 + ring1.stage*L::tile1);
             }
 
-            if constexpr (n1 == 1) {
+            if constexpr (has_dq && n1 == 1) {
                 hopper_wgmma_wait<0>();
                 fattn_back_hopper_release(smem + L::empty1);
             }

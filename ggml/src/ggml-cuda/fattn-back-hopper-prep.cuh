@@ -74,7 +74,8 @@ static __device__ __forceinline__ int fattn_back_hopper_component(const int i, c
 }
 
 template <int D>
-static __device__ __forceinline__ void fattn_back_hopper_load8(const fattn_back_src & src, const int64_t offset, const int i, float (&x)[8]) {
+static __device__ __forceinline__ void fattn_back_hopper_load8(
+        const fattn_back_src & src, const int64_t offset, const int i, float (&x)[8]) {
     const int e = fattn_back_hopper_first(i);
     float4 & lo = *(float4 *) (x + 0);
     float4 & hi = *(float4 *) (x + 4);
@@ -245,7 +246,8 @@ static __global__ void __launch_bounds__(4*FATTN_BACK_HOPPER_MAX_D) flash_attn_b
         if (is_v) {
             p.scale[p.unit0 + blockIdx.x].z = norm > 0.0f ? fattn_back_hopper_pow2(norm, FATTN_BACK_HOPPER_NORM_V) : 1.0f;
         } else {
-            p.scale[p.unit0 + blockIdx.x].y = copysignf(amax > 0.0f ? fattn_back_hopper_pow2(amax, FATTN_BACK_HOPPER_AMAX_K) : 1.0f, p.a.scale);
+            const float scale = amax > 0.0f ? fattn_back_hopper_pow2(amax, FATTN_BACK_HOPPER_AMAX_K) : 1.0f;
+            p.scale[p.unit0 + blockIdx.x].y = copysignf(scale, p.a.scale);
         }
     }
 }

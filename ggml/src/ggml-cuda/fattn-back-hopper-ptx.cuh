@@ -70,7 +70,8 @@ static __device__ __forceinline__ void hopper_registers_dec() {
 
 // descriptor of a tile: 128-byte swizzle, 1024 bytes between groups of 8 rows, one panel between groups of 64 columns
 static __device__ __forceinline__ uint64_t hopper_desc(const uint32_t tile) {
-    return (uint64_t) ((tile & 0x3FFFF) >> 4) | (uint64_t) (FATTN_BACK_HOPPER_PANEL >> 4) << 16 | (uint64_t) (1024 >> 4) << 32 | (uint64_t) 1 << 62;
+    return (uint64_t) ((tile & 0x3FFFF) >> 4) | (uint64_t) (FATTN_BACK_HOPPER_PANEL >> 4) << 16 | (uint64_t) (1024 >> 4) << 32 |
+        (uint64_t) 1 << 62;
 }
 
 // descriptor steps along the summed dimension, 16 elements each
@@ -111,7 +112,8 @@ static __device__ __forceinline__ void hopper_pin(T (&x)[n]) {
 
 #define HOPPER_ACC_8(c, d, i) \
     c(d[(i) + 0]), c(d[(i) + 1]), c(d[(i) + 2]), c(d[(i) + 3]), c(d[(i) + 4]), c(d[(i) + 5]), c(d[(i) + 6]), c(d[(i) + 7])
-#define HOPPER_ACC_32(c, d, i)  HOPPER_ACC_8(c, d, i), HOPPER_ACC_8(c, d, (i) + 8), HOPPER_ACC_8(c, d, (i) + 16), HOPPER_ACC_8(c, d, (i) + 24)
+#define HOPPER_ACC_32(c, d, i) \
+    HOPPER_ACC_8(c, d, i), HOPPER_ACC_8(c, d, (i) + 8), HOPPER_ACC_8(c, d, (i) + 16), HOPPER_ACC_8(c, d, (i) + 24)
 #define HOPPER_ACC_64(c, d, i)  HOPPER_ACC_32(c, d, i), HOPPER_ACC_32(c, d, (i) + 32)
 #define HOPPER_ACC_128(c, d, i) HOPPER_ACC_64(c, d, i), HOPPER_ACC_64(c, d, (i) + 64)
 
@@ -171,7 +173,8 @@ static __device__ __forceinline__ void hopper_wgmma(float (&d)[R], const uint32_
         asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 {" HOPPER_REGS_64 "}, {%64, %65, %66, %67}, %68, 1, 1, 1, 1;\n"
             : HOPPER_ACC_64("+f", d, 0) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
     } else {
-        asm volatile("wgmma.mma_async.sync.aligned.m64n256k16.f32.f16.f16 {" HOPPER_REGS_128 "}, {%128, %129, %130, %131}, %132, 1, 1, 1, 1;\n"
+        asm volatile("wgmma.mma_async.sync.aligned.m64n256k16.f32.f16.f16 {" HOPPER_REGS_128 "}, "
+            "{%128, %129, %130, %131}, %132, 1, 1, 1, 1;\n"
             : HOPPER_ACC_128("+f", d, 0) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
     }
 }

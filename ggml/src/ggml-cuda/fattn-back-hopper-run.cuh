@@ -5,6 +5,7 @@
 #include "fattn-back-hopper-prep.cuh"
 
 #define FATTN_BACK_HOPPER_BAND (40 << 20) // bytes of streamed operands that blocks which run side by side may share
+#define FATTN_BACK_HOPPER_BLOCKS 1024     // tiles whose blocks finish at much the same time in any order
 
 // a pass takes as many units as the workspace holds; first all units, then again those that need a split S
 struct fattn_back_hopper_plan {
@@ -100,6 +101,17 @@ static int fattn_back_hopper_window(const fattn_back_hopper_params & p) {
     return (p.a.kv_first + p.a.kv_count - 1)/FATTN_BACK_HOPPER_ROWS - p.a.kv_first/FATTN_BACK_HOPPER_ROWS + 1;
 }
 
+// bands: as many units as their streamed operands fit the L2 cache, and no more than it takes to even out the blocks' work
+static void fattn_back_hopper_set_bands(fattn_back_hopper_params & p) {
+    const auto band = [&](const int64_t nrows, const int ntiles) {
+        const int64_t fit  = FATTN_BACK_HOPPER_BAND/(nrows*p.a.Dk*4);
+        const int64_t even = (FATTN_BACK_HOPPER_BLOCKS + ntiles - 1)/ntiles;
+        return (int) std::max<int64_t>(1, std::min({ fit, even, (int64_t) p.units }));
+    };
+    p.band_q = p.a.G*band(p.a.M, p.QT*p.a.G);
+    p.band_k = p.a.kv_count > 0 ? band(p.a.N, fattn_back_hopper_window(p)) : 1;
+}
+
 template <int D, int nwg, int stages, int nregs, bool split>
 static void fattn_back_hopper_keys(const fattn_back_hopper_params & p, cudaStream_t stream) {
     using L = fattn_back_hopper_smem<D, nwg, stages, stages, 0, split>;
@@ -166,14 +178,14 @@ static void fattn_back_hopper_passes(const fattn_back_hopper_plan & plan, char *
         fattn_back_hopper_layout(p, workspace, plan.units[split], split != 0);
         if (split == 0 && p.a.mask != nullptr) {
             constexpr int n = FATTN_BACK_HOPPER_PREP_THREADS/FATTN_BACK_HOPPER_ROWS;
-            flash_attn_back_hopper_mask_tiles<<<dim3((p.KT + n - 1)/n, p.QT, p.a.mask_nheads*p.a.mask_nseqs), FATTN_BACK_HOPPER_PREP_THREADS, 0, stream>>>(p);
+            const dim3 grid((p.KT + n - 1)/n, p.QT, p.a.mask_nheads*p.a.mask_nseqs);
+            flash_attn_back_hopper_mask_tiles<<<grid, FATTN_BACK_HOPPER_PREP_THREADS, 0, stream>>>(p);
             flash_attn_back_hopper_mask_used<<<dim3(p.KT, p.a.mask_nseqs), 32, 0, stream>>>(p);
             CUDA_CHECK(cudaGetLastError());
         }
         for (p.unit0 = 0; p.unit0 < total; p.unit0 += p.units) {
             p.units  = std::min(plan.units[split], total - p.unit0);
-            p.band_q = p.a.G*std::max<int64_t>(1, std::min<int64_t>(p.units, FATTN_BACK_HOPPER_BAND/((int64_t) p.a.M*D*4)));
-            p.band_k =       std::max<int64_t>(1, std::min<int64_t>(p.units, FATTN_BACK_HOPPER_BAND/((int64_t) p.a.N*D*4)));
+            fattn_back_hopper_set_bands(p);
             if (split != 0) {
                 fattn_back_hopper_prep<D, true>(p, stream);
                 fattn_back_hopper_main<D, true>(p, stream);
