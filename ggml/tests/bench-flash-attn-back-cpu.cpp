@@ -28,12 +28,12 @@ static constexpr int64_t M   = 4096;
 static constexpr int64_t SQUARE = 2048;
 
 struct timed_graph {
-    ggml_cgraph       * graph;
+    ggml_cgraph * graph;
     std::vector<double> seconds;
 };
 
 static ggml_context * new_context() {
-    ggml_init_params params = { ggml_tensor_overhead()*256 + 8*ggml_graph_overhead_custom(256, true), nullptr, /*.no_alloc =*/ true };
+    ggml_init_params params = { ggml_tensor_overhead() * 256 + 8 * ggml_graph_overhead_custom(256, true), nullptr, /*.no_alloc =*/true };
     return ggml_init(params);
 }
 
@@ -55,9 +55,9 @@ static void fill(ggml_tensor * t) {
 
 // row i sees the keys up to M - N + i
 static void fill_causal(ggml_tensor * mask) {
-    std::vector<ggml_fp16_t> x(N*M, ggml_fp32_to_fp16(0.0f));
+    std::vector<ggml_fp16_t> x(N * M, ggml_fp32_to_fp16(0.0f));
     for (int64_t i = 0; i < N; ++i) {
-        std::fill(x.begin() + i*M + M - N + i + 1, x.begin() + (i + 1)*M, ggml_fp32_to_fp16(-INFINITY));
+        std::fill(x.begin() + i * M + M - N + i + 1, x.begin() + (i + 1) * M, ggml_fp32_to_fp16(-INFINITY));
     }
     ggml_backend_tensor_set(mask, x.data(), 0, ggml_nbytes(mask));
 }
@@ -70,12 +70,12 @@ static ggml_cgraph * mul_mat_graph(ggml_context * ctx, ggml_tensor * a, ggml_ten
 
 // the nodes that the unfused backward needs, and the bytes of those results that are as large as the scores
 static ggml_cgraph * unfused_graph(
-        ggml_context * ctx, ggml_tensor * q, ggml_tensor * k, ggml_tensor * vt, ggml_tensor * mask, ggml_tensor * d, size_t * score_bytes) {
+    ggml_context * ctx, ggml_tensor * q, ggml_tensor * k, ggml_tensor * vt, ggml_tensor * mask, ggml_tensor * d, size_t * score_bytes) {
     for (ggml_tensor * t : { q, k, vt }) {
         ggml_set_param(t);
     }
     ggml_tensor * s    = ggml_mul_mat(ctx, k, q);
-    ggml_tensor * p    = ggml_soft_max_ext(ctx, s, mask, 1.0f/sqrtf(D), 0.0f);
+    ggml_tensor * p    = ggml_soft_max_ext(ctx, s, mask, 1.0f / sqrtf(D), 0.0f);
     ggml_tensor * o    = ggml_mul_mat(ctx, vt, p);
     ggml_tensor * od   = ggml_mul(ctx, o, d);
     ggml_tensor * loss = ggml_sum(ctx, od);
@@ -86,14 +86,14 @@ static ggml_cgraph * unfused_graph(
     ggml_build_backward_expand(ctx, all, nullptr);
 
     ggml_cgraph * graph = ggml_new_graph_custom(ctx, 256, false);
-    *score_bytes = 0;
+    *score_bytes        = 0;
     for (int i = 0; i < ggml_graph_n_nodes(all); ++i) {
         ggml_tensor * node = ggml_graph_node(all, i);
         if (node == o || node == od || node == loss) {
             continue;
         }
         ggml_graph_add_node(graph, node);
-        if (!node->view_src && ggml_nelements(node) >= N*M*H) {
+        if (!node->view_src && ggml_nelements(node) >= N * M * H) {
             *score_bytes += ggml_nbytes(node);
         }
     }
@@ -102,13 +102,13 @@ static ggml_cgraph * unfused_graph(
 
 static double median(std::vector<double> x) {
     std::sort(x.begin(), x.end());
-    return x[x.size()/2];
+    return x[x.size() / 2];
 }
 
 // (largest - smallest)/median, the measurements' spread
 static double spread(const std::vector<double> & x) {
     const auto range = std::minmax_element(x.begin(), x.end());
-    return (*range.second - *range.first)/median(x);
+    return (*range.second - *range.first) / median(x);
 }
 
 int main(int argc, char ** argv) {
@@ -147,9 +147,9 @@ int main(int argc, char ** argv) {
     ggml_tensor * b    = ggml_new_tensor_2d(ctx, GGML_TYPE_F32, SQUARE, SQUARE);
 
     const uint32_t grads = 1u << GGML_FLASH_ATTN_BACK_DQ | 1u << GGML_FLASH_ATTN_BACK_DK | 1u << GGML_FLASH_ATTN_BACK_DV;
-    ggml_tensor * back = ggml_flash_attn_back(ctx, q, k16, v16, mask, nullptr, nullptr, d, { 1.0f/sqrtf(D), 0.0f, 0.0f, grads, 0, 0 });
+    ggml_tensor * back   = ggml_flash_attn_back(ctx, q, k16, v16, mask, nullptr, nullptr, d, { 1.0f / sqrtf(D), 0.0f, 0.0f, grads, 0, 0 });
 
-    size_t score_bytes = 0;
+    size_t score_bytes  = 0;
     timed_graph scores  = { mul_mat_graph(ctx, k, q), {} };
     timed_graph square  = { mul_mat_graph(ctx, a, b), {} };
     timed_graph fused   = { ggml_new_graph_custom(ctx, 16, false), {} };
@@ -163,16 +163,18 @@ int main(int argc, char ** argv) {
     }
     fill_causal(mask);
 
-    const double pairs       = (double) N*(M - N) + (double) N*(N + 1)/2;
-    const double flop_fused  = 5*2.0*D*pairs*H;
-    const double flop_scores = 2.0*D*N*M*H;
-    const double flop_square = 2.0*SQUARE*SQUARE*SQUARE;
+    const double pairs       = (double) N * (M - N) + (double) N * (N + 1) / 2;
+    const double flop_fused  = 5 * 2.0 * D * pairs * H;
+    const double flop_scores = 2.0 * D * N * M * H;
+    const double flop_square = 2.0 * SQUARE * SQUARE * SQUARE;
 
     printf("H%d/Hkv%d D%d N%d M%d, causal tail; K and V F16 (FLASH_ATTN_BACK) and F32 (unfused); median of %d, spread in brackets\n",
         (int) H, (int) Hkv, (int) D, (int) N, (int) M, repeats);
-    printf("the unfused backward holds %.0f MiB of results as large as the scores\n\n", score_bytes/1048576.0);
-    printf("| threads | MUL_MAT, scores, GFLOP/s | MUL_MAT, %d^3, GFLOP/s | FLASH_ATTN_BACK, GFLOP/s | of MUL_MAT, scores | of MUL_MAT, %d^3 "
-        "| FLASH_ATTN_BACK, ms | unfused, ms | times faster |\n|---|---|---|---|---|---|---|---|---|\n", (int) SQUARE, (int) SQUARE);
+    printf("the unfused backward holds %.0f MiB of results as large as the scores\n\n", score_bytes / 1048576.0);
+    printf("| threads | MUL_MAT, scores, GFLOP/s | MUL_MAT, %d^3, GFLOP/s | FLASH_ATTN_BACK, GFLOP/s | of MUL_MAT, scores "
+           "| of MUL_MAT, %d^3 "
+           "| FLASH_ATTN_BACK, ms | unfused, ms | times faster |\n|---|---|---|---|---|---|---|---|---|\n",
+        (int) SQUARE, (int) SQUARE);
 
     for (const int n_threads : threads) {
         set_n_threads(backend, n_threads);
@@ -183,7 +185,7 @@ int main(int argc, char ** argv) {
                     fprintf(stderr, "graph failed\n");
                     return 3;
                 }
-                const double seconds = (ggml_time_us() - start)*1e-6;
+                const double seconds = (ggml_time_us() - start) * 1e-6;
                 if (r < 0) {
                     g->seconds.clear();
                 } else {
@@ -191,13 +193,14 @@ int main(int argc, char ** argv) {
                 }
             }
         }
-        const double rate_scores = flop_scores/median(scores.seconds);
-        const double rate_square = flop_square/median(square.seconds);
-        const double rate_fused  = flop_fused /median(fused.seconds);
+        const double rate_scores = flop_scores / median(scores.seconds);
+        const double rate_square = flop_square / median(square.seconds);
+        const double rate_fused  = flop_fused / median(fused.seconds);
         printf("| %d | %.1f (%.0f %%) | %.1f (%.0f %%) | %.1f (%.0f %%) | %.2f | %.2f | %.1f | %.1f (%.0f %%) | %.2f |\n", n_threads,
-            rate_scores*1e-9, spread(scores.seconds)*100, rate_square*1e-9, spread(square.seconds)*100,
-            rate_fused*1e-9, spread(fused.seconds)*100, rate_fused/rate_scores, rate_fused/rate_square,
-            median(fused.seconds)*1e3, median(unfused.seconds)*1e3, spread(unfused.seconds)*100, median(unfused.seconds)/median(fused.seconds));
+            rate_scores * 1e-9, spread(scores.seconds) * 100, rate_square * 1e-9, spread(square.seconds) * 100,
+            rate_fused * 1e-9, spread(fused.seconds) * 100, rate_fused / rate_scores, rate_fused / rate_square,
+            median(fused.seconds) * 1e3, median(unfused.seconds) * 1e3, spread(unfused.seconds) * 100,
+            median(unfused.seconds) / median(fused.seconds));
     }
 
     ggml_backend_buffer_free(buffer);

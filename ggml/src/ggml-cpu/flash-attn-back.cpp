@@ -32,13 +32,13 @@ namespace {
 // C[m][n] (+)= sum_k A[m][k] B[k][n] with register blocks of RM rows by RN vectors; A has any strides, n is a multiple of VL
 
 #if defined(GGML_SIMD) && !defined(__ARM_FEATURE_SVE) && !defined(__riscv_v_intrinsic)
-using vec = GGML_F32_VEC;
+using vec        = GGML_F32_VEC;
 constexpr int VL = GGML_F32_EPR;
 
-inline vec  vec_load (const float * p)          { return GGML_F32_VEC_LOAD(p); }
-inline void vec_store(float * p, vec v)         { GGML_F32_VEC_STORE(p, v); }
-inline vec  vec_set1 (float x)                  { return GGML_F32_VEC_SET1(x); }
-inline vec  vec_fma  (vec acc, vec a, vec b)    { return GGML_F32_VEC_FMA(acc, a, b); }
+inline vec vec_load(const float * p) { return GGML_F32_VEC_LOAD(p); }
+inline void vec_store(float * p, vec v) { GGML_F32_VEC_STORE(p, v); }
+inline vec vec_set1(float x) { return GGML_F32_VEC_SET1(x); }
+inline vec vec_fma(vec acc, vec a, vec b) { return GGML_F32_VEC_FMA(acc, a, b); }
 #else
 // no vectors of a fixed size: loops that the compiler can vectorise
 constexpr int VL = 8;
@@ -46,12 +46,22 @@ struct vec {
     float x[VL];
 };
 
-inline vec  vec_load (const float * p)          { vec v; memcpy(v.x, p, sizeof(v.x)); return v; }
+inline vec vec_load(const float * p) {
+    vec v;
+    memcpy(v.x, p, sizeof(v.x));
+    return v;
+}
 inline void vec_store(float * p, const vec & v) { memcpy(p, v.x, sizeof(v.x)); }
-inline vec  vec_set1 (float x)                  { vec v; for (int i = 0; i < VL; ++i) { v.x[i] = x; } return v; }
-inline vec  vec_fma  (vec acc, const vec & a, const vec & b) {
+inline vec vec_set1(float x) {
+    vec v;
     for (int i = 0; i < VL; ++i) {
-        acc.x[i] += a.x[i]*b.x[i];
+        v.x[i] = x;
+    }
+    return v;
+}
+inline vec vec_fma(vec acc, const vec & a, const vec & b) {
+    for (int i = 0; i < VL; ++i) {
+        acc.x[i] += a.x[i] * b.x[i];
     }
     return acc;
 }
@@ -70,21 +80,21 @@ constexpr int RN = 2;
 
 template <bool add, int rm, int rn>
 inline void gemm_kernel(
-        float * GGML_RESTRICT c, int64_t ldc, const float * GGML_RESTRICT a, int64_t a_m, int64_t a_k,
-        const float * GGML_RESTRICT b, int64_t ldb, int64_t k) {
+    float * GGML_RESTRICT c, int64_t ldc, const float * GGML_RESTRICT a, int64_t a_m, int64_t a_k,
+    const float * GGML_RESTRICT b, int64_t ldb, int64_t k) {
     vec acc[rm][rn];
     for (int i = 0; i < rm; ++i) {
         for (int j = 0; j < rn; ++j) {
-            acc[i][j] = add ? vec_load(c + i*ldc + j*VL) : vec_set1(0.0f);
+            acc[i][j] = add ? vec_load(c + i * ldc + j * VL) : vec_set1(0.0f);
         }
     }
     for (int64_t l = 0; l < k; ++l) {
         vec bl[rn];
         for (int j = 0; j < rn; ++j) {
-            bl[j] = vec_load(b + l*ldb + j*VL);
+            bl[j] = vec_load(b + l * ldb + j * VL);
         }
         for (int i = 0; i < rm; ++i) {
-            const vec al = vec_set1(a[i*a_m + l*a_k]);
+            const vec al = vec_set1(a[i * a_m + l * a_k]);
             for (int j = 0; j < rn; ++j) {
                 acc[i][j] = vec_fma(acc[i][j], bl[j], al);
             }
@@ -92,37 +102,37 @@ inline void gemm_kernel(
     }
     for (int i = 0; i < rm; ++i) {
         for (int j = 0; j < rn; ++j) {
-            vec_store(c + i*ldc + j*VL, acc[i][j]);
+            vec_store(c + i * ldc + j * VL, acc[i][j]);
         }
     }
 }
 
 template <bool add, int rm, int rn>
 void gemm_panel(
-        float * c, int64_t ldc, const float * a, int64_t a_m, int64_t a_k, const float * b, int64_t ldb, int64_t m, int64_t k) {
+    float * c, int64_t ldc, const float * a, int64_t a_m, int64_t a_k, const float * b, int64_t ldb, int64_t m, int64_t k) {
     for (; m >= rm; m -= rm) {
         gemm_kernel<add, rm, rn>(c, ldc, a, a_m, a_k, b, ldb, k);
-        c += rm*ldc;
-        a += rm*a_m;
+        c += rm * ldc;
+        a += rm * a_m;
     }
     if constexpr (rm > 1) {
         if (m > 0) {
-            gemm_panel<add, rm/2, rn>(c, ldc, a, a_m, a_k, b, ldb, m, k);
+            gemm_panel<add, rm / 2, rn>(c, ldc, a, a_m, a_k, b, ldb, m, k);
         }
     }
 }
 
 template <bool add, int rn = RN>
 void gemm(
-        float * c, int64_t ldc, const float * a, int64_t a_m, int64_t a_k, const float * b, int64_t ldb, int64_t m, int64_t n, int64_t k) {
-    for (; n >= rn*VL; n -= rn*VL) {
+    float * c, int64_t ldc, const float * a, int64_t a_m, int64_t a_k, const float * b, int64_t ldb, int64_t m, int64_t n, int64_t k) {
+    for (; n >= rn * VL; n -= rn * VL) {
         gemm_panel<add, RM, rn>(c, ldc, a, a_m, a_k, b, ldb, m, k);
-        c += rn*VL;
-        b += rn*VL;
+        c += rn * VL;
+        b += rn * VL;
     }
     if constexpr (rn > 1) {
         if (n > 0) {
-            gemm<add, rn/2>(c, ldc, a, a_m, a_k, b, ldb, m, n, k);
+            gemm<add, rn / 2>(c, ldc, a, a_m, a_k, b, ldb, m, n, k);
         }
     }
 }
@@ -145,21 +155,26 @@ inline float select(bool condition, float a, float b) {
     return from_bits((to_bits(a) & mask) | (to_bits(b) & ~mask));
 }
 
+// the bits of an F16 as an integer in the order of the numbers, and back
+inline int16_t fp16_order(int16_t bits) {
+    return (int16_t) (bits ^ ((bits >> 15) & 0x7fff));
+}
+
 // exp(x) for x <= 0, 0 below exp's normal range, NaN for NaN; within 2 ulp.
 // Plain arithmetic that compilers vectorise for every target: ggml_v_expf is not as wide as GGML_F32_VEC everywhere.
 inline float exp_nonpositive(float x) {
-    const float z = x*1.44269504f + 0x1.8p23f; // x/ln 2, rounded, in the low bits
+    const float z = x * 1.44269504f + 0x1.8p23f; // x/ln 2, rounded, in the low bits
     const float n = z - 0x1.8p23f;
-    const float r = (x - n*0x1.62e4p-1f) - n*0x1.7f7d1cp-20f;
-    const float y = 1.0f + r*(1.0f + r*(5.0000001201e-1f + r*(1.6666665459e-1f + r*(4.1665795894e-2f +
-        r*(8.3334519073e-3f + r*(1.3981999507e-3f + r*1.9875691500e-4f))))));
-    return select(x < -87.0f, 0.0f, y*from_bits((to_bits(z) << 23) + 0x3f800000));
+    const float r = (x - n * 0x1.62e4p-1f) - n * 0x1.7f7d1cp-20f;
+    const float c = 4.1665795894e-2f + r * (8.3334519073e-3f + r * (1.3981999507e-3f + r * 1.9875691500e-4f));
+    const float y = 1.0f + r * (1.0f + r * (5.0000001201e-1f + r * (1.6666665459e-1f + r * c)));
+    return select(x < -87.0f, 0.0f, y * from_bits((to_bits(z) << 23) + 0x3f800000));
 }
 
 constexpr int64_t ROW_TILE = 64; // rows of a tile, a multiple of RN*VL
 constexpr int64_t KEY_TILE = 96; // keys of a tile, a multiple of RM
 
-static_assert(ROW_TILE % (RN*VL) == 0 && KEY_TILE % RM == 0, "tiles are whole register blocks");
+static_assert(ROW_TILE % (RN * VL) == 0 && KEY_TILE % RM == 0, "tiles are whole register blocks");
 
 constexpr int64_t ALIGNMENT  = 64;       // of everything in the work buffer: a cache line, and the widest vector
 constexpr int64_t BYTES_KV   = 18 << 20; // K and V of a block in F32
@@ -170,9 +185,10 @@ constexpr int64_t MIN_TILES  = 8;        // row tiles that a chunk of keys must 
 struct row_stats {
     double l[ROW_TILE]; // sum exp(s - m)
     double a[ROW_TILE]; // sum exp(s - m)*dp
-    float  m[ROW_TILE]; // max s, -INFINITY if there is none
-    float  D[ROW_TILE];
-    float  inv_l[ROW_TILE]; // 0 for a row that sees nothing
+    float bias[ROW_TILE]; // largest bias of the row: s goes without it, since -65504 would cost it 12 bits
+    float m[ROW_TILE];    // max s, -INFINITY if there is none
+    float D[ROW_TILE];
+    float inv_l[ROW_TILE]; // 0 for a row that sees nothing
 };
 
 // how a row tile sees a key tile
@@ -204,11 +220,11 @@ struct plan {
 };
 
 int64_t div_up(int64_t a, int64_t b) {
-    return (a + b - 1)/b;
+    return (a + b - 1) / b;
 }
 
 int64_t round_up(int64_t a, int64_t b) {
-    return div_up(a, b)*b;
+    return div_up(a, b) * b;
 }
 
 // n things in as few equal shares of at most max as possible
@@ -219,60 +235,68 @@ int64_t share(int64_t n, int64_t max) {
 plan make_plan(const ggml_tensor * dst, int n_tasks) {
     plan p;
     p.node    = ggml_flash_attn_back_decode(dst);
-    p.group   = p.node.H/p.node.Hkv;
-    p.n_heads = p.node.Hkv*p.node.S;
-    p.n_rows  = p.node.N*p.group;
+    p.group   = p.node.H / p.node.Hkv;
+    p.n_heads = p.node.Hkv * p.node.S;
+    p.n_rows  = p.node.N * p.group;
     p.ldk     = round_up(std::max<int64_t>(p.node.Dk, 1), VL);
     p.ldv     = round_up(std::max<int64_t>(p.node.Dv, 1), VL);
     p.planes  = p.node.logit_softcap > 0.0f ? 3 : 2;
 
     const int64_t f32      = sizeof(float);
-    const int64_t kv_bytes = (p.ldk + p.ldv)*f32;
-    const int64_t max_keys = std::min(BYTES_KV/kv_bytes, BYTES_ROWS/(MIN_TILES*ROW_TILE*p.planes*f32))/KEY_TILE*KEY_TILE;
-    p.keys     = round_up(share(p.node.M, std::max(max_keys, KEY_TILE)), KEY_TILE);
-    p.n_chunks = std::max<int64_t>(div_up(p.node.M, p.keys), 1);
+    const int64_t kv_bytes = (p.ldk + p.ldv) * f32;
+    const int64_t max_keys = std::min(BYTES_KV / kv_bytes, BYTES_ROWS / (MIN_TILES * ROW_TILE * p.planes * f32)) / KEY_TILE * KEY_TILE;
+    p.keys                 = round_up(share(p.node.M, std::max(max_keys, KEY_TILE)), KEY_TILE);
+    p.n_chunks             = std::max<int64_t>(div_up(p.node.M, p.keys), 1);
 
-    const int64_t row_bytes  = ROW_TILE*(p.keys*p.planes + p.ldk + p.ldv)*f32 + sizeof(row_stats) + p.n_chunks*(p.keys/KEY_TILE);
-    const int64_t max_tiles  = std::max<int64_t>(BYTES_ROWS/row_bytes, 1);
-    p.tiles = share(div_up(p.n_rows, ROW_TILE), max_tiles);
-    p.heads = share(p.n_heads, std::max<int64_t>(std::min(max_tiles/p.tiles, BYTES_KV/(p.keys*kv_bytes)), 1));
+    const int64_t row_bytes = ROW_TILE * (p.keys * p.planes + p.ldk + p.ldv) * f32 + sizeof(row_stats) + p.n_chunks * (p.keys / KEY_TILE);
+    const int64_t max_tiles = std::max<int64_t>(BYTES_ROWS / row_bytes, 1);
+    p.tiles                 = share(div_up(p.n_rows, ROW_TILE), max_tiles);
+    p.heads                 = share(p.n_heads, std::max<int64_t>(std::min(max_tiles / p.tiles, BYTES_KV / (p.keys * kv_bytes)), 1));
 
-    const int64_t keys  = p.heads*p.keys;
-    const int64_t tiles = p.heads*p.tiles;
-    size_t size = 0;
-    const auto take = [&](int64_t bytes) {
+    const int64_t keys  = p.heads * p.keys;
+    const int64_t tiles = p.heads * p.tiles;
+    size_t size         = 0;
+    const auto take     = [&](int64_t bytes) {
         const size_t offset = size;
         size += round_up(bytes, ALIGNMENT);
         return offset;
     };
-    p.k      = take(keys*p.ldk*f32);
-    p.v      = take(keys*p.ldv*f32);
-    p.q      = take(tiles*ROW_TILE*p.ldk*f32);
-    p.dO     = take(tiles*ROW_TILE*p.ldv*f32);
-    p.strip  = take(tiles*ROW_TILE*p.keys*p.planes*f32);
-    p.stats  = take(tiles*sizeof(row_stats));
-    p.masks  = take(tiles*p.n_chunks*(p.keys/KEY_TILE));
-    p.loaded = take(keys/KEY_TILE);
+    p.k      = take(keys * p.ldk * f32);
+    p.v      = take(keys * p.ldv * f32);
+    p.q      = take(tiles * ROW_TILE * p.ldk * f32);
+    p.dO     = take(tiles * ROW_TILE * p.ldv * f32);
+    p.strip  = take(tiles * ROW_TILE * p.keys * p.planes * f32);
+    p.stats  = take(tiles * sizeof(row_stats));
+    p.masks  = take(tiles * p.n_chunks * (p.keys / KEY_TILE));
+    p.loaded = take(keys / KEY_TILE);
     p.finite = take(keys);
 
-    const int64_t local_rows = ROW_TILE*(2*p.ldk + p.ldv + KEY_TILE); // Q^T, dQ, dO^T, bias
-    const int64_t local_keys = KEY_TILE*(p.ldk + p.ldv);              // dK, dV
-    p.local_size = round_up(std::max(local_rows, local_keys)*f32, ALIGNMENT);
-    p.local      = take(n_tasks*p.local_size);
-    p.size       = size + ALIGNMENT; // to align the buffer
+    const int64_t local_rows = ROW_TILE * (2 * p.ldk + p.ldv + KEY_TILE); // Q^T, dQ, dO^T, bias
+    const int64_t local_keys = KEY_TILE * (p.ldk + p.ldv);              // dK, dV
+    p.local_size             = round_up(std::max(local_rows, local_keys) * f32, ALIGNMENT);
+    p.local                  = take(n_tasks * p.local_size);
+    p.size                   = size + ALIGNMENT; // to align the buffer
     return p;
 }
 
 const char * row(const ggml_tensor * t, int64_t i1, int64_t i2, int64_t i3) {
-    return (const char *) t->data + i1*t->nb[1] + i2*t->nb[2] + i3*t->nb[3];
+    return (const char *) t->data + i1 * t->nb[1] + i2 * t->nb[2] + i3 * t->nb[3];
 }
 
 void to_f32(const ggml_tensor * t, const char * src, float * dst) {
     switch (t->type) {
-        case GGML_TYPE_F32:  memcpy(dst, src, t->ne[0]*sizeof(float)); break;
-        case GGML_TYPE_F16:  ggml_cpu_fp16_to_fp32((const ggml_fp16_t *) src, dst, t->ne[0]); break;
-        case GGML_TYPE_BF16: ggml_cpu_bf16_to_fp32((const ggml_bf16_t *) src, dst, t->ne[0]); break;
-        default:             ggml_get_type_traits(t->type)->to_float(src, dst, t->ne[0]); break;
+        case GGML_TYPE_F32:
+            memcpy(dst, src, t->ne[0] * sizeof(float));
+            break;
+        case GGML_TYPE_F16:
+            ggml_cpu_fp16_to_fp32((const ggml_fp16_t *) src, dst, t->ne[0]);
+            break;
+        case GGML_TYPE_BF16:
+            ggml_cpu_bf16_to_fp32((const ggml_bf16_t *) src, dst, t->ne[0]);
+            break;
+        default:
+            ggml_get_type_traits(t->type)->to_float(src, dst, t->ne[0]);
+            break;
     }
 }
 
@@ -283,51 +307,51 @@ void update_stats(row_stats & stats, const float * GGML_RESTRICT s, const float 
     memcpy(m, stats.m, sizeof(m));
     for (int64_t j = 0; j < n_keys; ++j) {
         for (int64_t i = 0; i < n_lanes; ++i) {
-            m[i] = s[j*ROW_TILE + i] > m[i] ? s[j*ROW_TILE + i] : m[i]; // m where s is NaN
+            m[i] = s[j * ROW_TILE + i] > m[i] ? s[j * ROW_TILE + i] : m[i]; // m where s is NaN
         }
     }
 
     double l[ROW_TILE];
     double a[ROW_TILE];
     for (int64_t i = 0; i < n_lanes; ++i) {
-        const float m_old = stats.m[i];
-        stats.m[i] = m[i];
-        m[i] = select(m[i] == -INFINITY, 0.0f, m[i]);
+        const float m_old   = stats.m[i];
+        stats.m[i]          = m[i];
+        m[i]                = select(m[i] == -INFINITY, 0.0f, m[i]);
         const float rescale = exp_nonpositive(m_old - m[i]);
-        l[i] = stats.l[i]*rescale;
-        a[i] = stats.a[i]*rescale;
+        l[i]                = stats.l[i] * rescale;
+        a[i]                = stats.a[i] * rescale;
     }
     for (int64_t j = 0; j < n_keys; ++j) {
         for (int64_t i = 0; i < n_lanes; ++i) {
-            const float e = exp_nonpositive(s[j*ROW_TILE + i] - m[i]);
+            const float e = exp_nonpositive(s[j * ROW_TILE + i] - m[i]);
             l[i] += e;
             if constexpr (has_dp) {
-                a[i] += select(e == 0.0f, 0.0f, e*dp[j*ROW_TILE + i]); // dp may be NaN where the mask hides a key
+                a[i] += select(e == 0.0f, 0.0f, e * dp[j * ROW_TILE + i]); // dp may be NaN where the mask hides a key
             }
         }
     }
-    memcpy(stats.l, l, n_lanes*sizeof(double));
-    memcpy(stats.a, a, n_lanes*sizeof(double));
+    memcpy(stats.l, l, n_lanes * sizeof(double));
+    memcpy(stats.a, a, n_lanes * sizeof(double));
 }
 
 // S -> P, dP -> dS (without the scale)
 template <bool has_softcap>
 void softmax_back(
-        const row_stats & stats, float * GGML_RESTRICT s, float * GGML_RESTRICT dp, const float * GGML_RESTRICT dtanh,
-        int64_t n_keys, int64_t n_lanes) {
+    const row_stats & stats, float * GGML_RESTRICT s, float * GGML_RESTRICT dp, const float * GGML_RESTRICT dtanh,
+    int64_t n_keys, int64_t n_lanes) {
     float m[ROW_TILE];
     for (int64_t i = 0; i < n_lanes; ++i) {
         m[i] = select(stats.m[i] == -INFINITY, 0.0f, stats.m[i]);
     }
     for (int64_t j = 0; j < n_keys; ++j) {
         for (int64_t i = 0; i < n_lanes; ++i) {
-            const int64_t ji = j*ROW_TILE + i;
-            const float   p  = exp_nonpositive(s[ji] - m[i])*stats.inv_l[i];
-            float         ds = p*(dp[ji] - stats.D[i]);
+            const int64_t ji = j * ROW_TILE + i;
+            const float p    = exp_nonpositive(s[ji] - m[i]) * stats.inv_l[i];
+            float ds         = p * (dp[ji] - stats.D[i]);
             if constexpr (has_softcap) {
                 ds *= dtanh[ji];
             }
-            s [ji] = p;
+            s[ji]  = p;
             dp[ji] = select(p == 0.0f, 0.0f, ds); // as above
         }
     }
@@ -335,23 +359,24 @@ void softmax_back(
 
 // x = c*tanh(x/c), dtanh = 1 - tanh^2(x/c)
 void softcap(float c, float * GGML_RESTRICT x, float * GGML_RESTRICT dtanh, int64_t n) {
-    const float inv_c = 1.0f/c;
+    const float inv_c = 1.0f / c;
     for (int64_t i = 0; i < n; ++i) {
-        const float y = x[i]*inv_c;
-        const float z = y*y;
-        const float e = exp_nonpositive(-2.0f*fabsf(y));
-        const float t = (1.0f - e)/(1.0f + e);
-        const float t_small = y*(1.0f + z*(-1.0f/3 + z*(2.0f/15 + z*(-17.0f/315 + z*(62.0f/2835 + z*(-1382.0f/155925))))));
-        x    [i] = c*select(z < 0.0625f, t_small, copysignf(t, y));
-        dtanh[i] = 4.0f*e/((1.0f + e)*(1.0f + e));
+        const float y       = x[i] * inv_c;
+        const float z       = y * y;
+        const float e       = exp_nonpositive(-2.0f * fabsf(y));
+        const float t       = (1.0f - e) / (1.0f + e);
+        const float poly    = 2.0f / 15 + z * (-17.0f / 315 + z * (62.0f / 2835 + z * (-1382.0f / 155925)));
+        const float t_small = y * (1.0f + z * (-1.0f / 3 + z * poly));
+        x[i]                = c * select(z < 0.0625f, t_small, copysignf(t, y));
+        dtanh[i]            = 4.0f * e / ((1.0f + e) * (1.0f + e));
     }
 }
 
 struct flash_attn_back {
     const ggml_compute_params * params;
-    ggml_tensor               * dst;
+    ggml_tensor * dst;
 
-    const plan                        p    = make_plan(dst, params->nth);
+    const plan p                           = make_plan(dst, params->nth);
     const ggml_flash_attn_back_node & node = p.node;
 
     const ggml_tensor * q     = dst->src[GGML_FLASH_ATTN_BACK_SRC_Q];
@@ -366,8 +391,8 @@ struct flash_attn_back {
     const bool want_dk = ggml_flash_attn_back_wants(&node, GGML_FLASH_ATTN_BACK_DK);
     const bool want_dv = ggml_flash_attn_back_wants(&node, GGML_FLASH_ATTN_BACK_DV);
 
-    char * const work  = (char *) round_up((int64_t) (uintptr_t) params->wdata, ALIGNMENT);
-    float * const local = (float *) (work + p.local + params->ith*p.local_size);
+    char * const work   = (char *) round_up((int64_t) (uintptr_t) params->wdata, ALIGNMENT);
+    float * const local = (float *) (work + p.local + params->ith * p.local_size);
 
     // the block
     int64_t head0       = 0; // first KV head
@@ -377,8 +402,8 @@ struct flash_attn_back {
     int64_t key0        = 0; // first key
     int64_t n_keys      = 0;
     int64_t n_key_tiles = 0;
-    bool    do_stats    = false; // this sweep finds LSE and D
-    bool    do_grads    = false; // this sweep finds the gradients
+    bool do_stats       = false; // this sweep finds LSE and D
+    bool do_grads       = false; // this sweep finds the gradients
 
     int64_t next_item = 0;
 
@@ -410,34 +435,34 @@ struct flash_attn_back {
 
     // index of a row tile in the block's buffers
     int64_t tile_index(int64_t ih, int64_t it) const {
-        return ih*p.tiles + it;
+        return ih * p.tiles + it;
     }
 
     int64_t tile_rows(int64_t it) const {
-        return std::min(ROW_TILE, p.n_rows - (row0 + it*ROW_TILE));
+        return std::min(ROW_TILE, p.n_rows - (row0 + it * ROW_TILE));
     }
 
     int64_t tile_keys(int64_t jt) const {
-        return std::min(KEY_TILE, n_keys - jt*KEY_TILE);
+        return std::min(KEY_TILE, n_keys - jt * KEY_TILE);
     }
 
     tile_mask & mask_of(int64_t ih, int64_t it, int64_t jt) const {
-        return ((tile_mask *) (work + p.masks))[tile_index(ih, it)*p.n_chunks*(p.keys/KEY_TILE) + key0/KEY_TILE + jt];
+        return ((tile_mask *) (work + p.masks))[tile_index(ih, it) * p.n_chunks * (p.keys / KEY_TILE) + key0 / KEY_TILE + jt];
     }
 
     float * strip(int64_t ih, int64_t it, int64_t jt, int64_t plane) const {
-        return (float *) (work + p.strip) + ((tile_index(ih, it)*p.planes + plane)*p.keys + jt*KEY_TILE)*ROW_TILE;
+        return (float *) (work + p.strip) + ((tile_index(ih, it) * p.planes + plane) * p.keys + jt * KEY_TILE) * ROW_TILE;
     }
 
-    float * block_k(int64_t ih, int64_t jt) const { return (float *) (work + p.k) + (ih*p.keys + jt*KEY_TILE)*p.ldk; }
-    float * block_v(int64_t ih, int64_t jt) const { return (float *) (work + p.v) + (ih*p.keys + jt*KEY_TILE)*p.ldv; }
+    float * block_k(int64_t ih, int64_t jt) const { return (float *) (work + p.k) + (ih * p.keys + jt * KEY_TILE) * p.ldk; }
+    float * block_v(int64_t ih, int64_t jt) const { return (float *) (work + p.v) + (ih * p.keys + jt * KEY_TILE) * p.ldv; }
 
-    float * block_q (int64_t ih, int64_t it) const { return (float *) (work + p.q)  + tile_index(ih, it)*ROW_TILE*p.ldk; }
-    float * block_do(int64_t ih, int64_t it) const { return (float *) (work + p.dO) + tile_index(ih, it)*ROW_TILE*p.ldv; }
+    float * block_q(int64_t ih, int64_t it) const { return (float *) (work + p.q) + tile_index(ih, it) * ROW_TILE * p.ldk; }
+    float * block_do(int64_t ih, int64_t it) const { return (float *) (work + p.dO) + tile_index(ih, it) * ROW_TILE * p.ldv; }
 
     // whether keys of the block's key tile get dK and dV
     bool in_window(int64_t jt) const {
-        const int64_t key = key0 + jt*KEY_TILE;
+        const int64_t key = key0 + jt * KEY_TILE;
         return key < node.kv_first + node.kv_count && key + tile_keys(jt) > node.kv_first;
     }
 
@@ -453,13 +478,13 @@ struct flash_attn_back {
     void for_segments(int64_t ih, int64_t it, const F & f) const {
         const int64_t head   = head0 + ih;
         const int64_t n_rows = tile_rows(it);
-        int64_t i = (row0 + it*ROW_TILE) % node.N;
-        int64_t h = (row0 + it*ROW_TILE) / node.N + head % node.Hkv*p.group;
+        int64_t i            = (row0 + it * ROW_TILE) % node.N;
+        int64_t h            = (row0 + it * ROW_TILE) / node.N + head % node.Hkv * p.group;
         for (int64_t r = 0; r < n_rows;) {
             const int64_t n = std::min(node.N - i, n_rows - r);
-            f(segment { r, n, i, h, head/node.Hkv });
+            f(segment{ r, n, i, h, head / node.Hkv });
             r += n;
-            i  = 0;
+            i = 0;
             h += 1;
         }
     }
@@ -470,30 +495,31 @@ struct flash_attn_back {
 
     // first row of a row tile in the parts that are [.., N, H, S]
     int64_t part_row(int64_t ih, int64_t it) const {
-        return (head0 + ih)*p.n_rows + row0 + it*ROW_TILE;
+        return (head0 + ih) * p.n_rows + row0 + it * ROW_TILE;
     }
 
     tile_mask scan_mask(int64_t ih, int64_t it, int64_t jt) const {
         if (!mask) {
             return TILE_PLAIN;
         }
-        if (mask->ne[2] == 1 && node.N % ROW_TILE == 0 && it >= node.N/ROW_TILE) {
-            return mask_of(ih, it - node.N/ROW_TILE, jt); // the same queries of the head before
+        if (mask->ne[2] == 1 && node.N % ROW_TILE == 0 && it >= node.N / ROW_TILE) {
+            return mask_of(ih, it - node.N / ROW_TILE, jt); // the same queries of the head before
         }
-        const int64_t nk = tile_keys(jt);
+        const int64_t nk  = tile_keys(jt);
         uint16_t any_bias = 0;
         uint16_t any_open = 0;
         for_segments(ih, it, [&](const segment & x) {
             const char * rows = mask_rows(x);
             for (int64_t i = 0; i < x.n; ++i) {
-                const ggml_fp16_t * m = (const ggml_fp16_t *) (rows + i*mask->nb[1]) + key0 + jt*KEY_TILE;
+                const ggml_fp16_t * m = (const ggml_fp16_t *) (rows + i * mask->nb[1]) + key0 + jt * KEY_TILE;
                 for (int64_t j = 0; j < nk; ++j) {
                     any_bias |= m[j] & 0x7fff;
                     any_open |= m[j] ^ 0xfc00; // -inf
                 }
             }
         });
-        return !any_open ? TILE_MASKED : any_bias ? TILE_MIXED : TILE_PLAIN;
+        return !any_open ? TILE_MASKED : any_bias ? TILE_MIXED
+                                                  : TILE_PLAIN;
     }
 
     // stage 1; keep: K and V of the block's heads and chunk are still there
@@ -507,21 +533,21 @@ struct flash_attn_back {
             visible = visible || m != TILE_MASKED;
         }
 
-        uint8_t & loaded = ((uint8_t *) (work + p.loaded))[ih*(p.keys/KEY_TILE) + jt];
-        loaded = loaded && keep;
+        uint8_t & loaded = ((uint8_t *) (work + p.loaded))[ih * (p.keys / KEY_TILE) + jt];
+        loaded           = loaded && keep;
         if (loaded || !visible) {
             return;
         }
         loaded = true;
 
-        uint8_t * finite = (uint8_t *) (work + p.finite) + ih*p.keys + jt*KEY_TILE;
+        uint8_t * finite = (uint8_t *) (work + p.finite) + ih * p.keys + jt * KEY_TILE;
         for (int64_t j = 0; j < tile_keys(jt); ++j) {
-            const int64_t key  = key0 + jt*KEY_TILE + j;
+            const int64_t key  = key0 + jt * KEY_TILE + j;
             const int64_t head = head0 + ih;
-            float * kj = block_k(ih, jt) + j*p.ldk;
-            float * vj = block_v(ih, jt) + j*p.ldv;
-            to_f32(k, row(k, key, head % node.Hkv, head/node.Hkv), kj);
-            to_f32(v, row(v, key, head % node.Hkv, head/node.Hkv), vj);
+            float * kj         = block_k(ih, jt) + j * p.ldk;
+            float * vj         = block_v(ih, jt) + j * p.ldv;
+            to_f32(k, row(k, key, head % node.Hkv, head / node.Hkv), kj);
+            to_f32(v, row(v, key, head % node.Hkv, head / node.Hkv), vj);
             std::fill(kj + node.Dk, kj + p.ldk, 0.0f);
             std::fill(vj + node.Dv, vj + p.ldv, 0.0f);
 
@@ -536,16 +562,46 @@ struct flash_attn_back {
     // rows of q (times the scale) or d of a row tile as they are and transposed
     static void load_row(const char * src, size_t stride, float factor, int64_t n, int64_t ld, float * dst_row, float * dst_col) {
         for (int64_t c = 0; c < ld; ++c) {
-            const float x = c < n ? factor * *(const float *) (src + c*stride) : 0.0f;
-            dst_row[c]          = x;
-            dst_col[c*ROW_TILE] = x;
+            const float x         = c < n ? factor * *(const float *) (src + c * stride) : 0.0f;
+            dst_row[c]            = x;
+            dst_col[c * ROW_TILE] = x;
         }
     }
 
+    // the rows' largest biases; 0 where a key tile without a bias is in the chunk, or where a sink is larger
+    void find_bias(int64_t ih, int64_t it, row_stats & stats) const {
+        std::fill(stats.bias, stats.bias + ROW_TILE, 0.0f);
+        if (!mask) {
+            return;
+        }
+        for (int64_t jt = 0; jt < n_key_tiles; ++jt) {
+            if (mask_of(ih, it, jt) == TILE_PLAIN) {
+                return;
+            }
+        }
+        for_segments(ih, it, [&](const segment & x) {
+            const float slope = ggml_flash_attn_back_slope(&node, x.h);
+            const float sink  = sinks ? ((const float *) sinks->data)[x.h] : -INFINITY;
+            const char * rows = mask_rows(x);
+            for (int64_t i = 0; i < x.n; ++i) {
+                const int16_t * m = (const int16_t *) (rows + i * mask->nb[1]);
+                int16_t max       = INT16_MIN;
+                for (int64_t key = 0; key < node.M; ++key) {
+                    const int16_t order = fp16_order(m[key]);
+                    max                 = order > max ? order : max;
+                }
+                const float bias      = slope * ggml_fp16_to_fp32((ggml_fp16_t) fp16_order(max));
+                stats.bias[x.row + i] = bias > sink ? bias : 0.0f;
+            }
+        });
+    }
+
     // S and dP of a row tile and a key tile
-    void scores(int64_t ih, int64_t it, int64_t jt, int64_t n_lanes, const float * qt, const float * dot, float * bias, bool with_dp) {
+    void scores(
+        int64_t ih, int64_t it, int64_t jt, int64_t n_lanes, const row_stats & stats, const float * qt, const float * dot, float * bias,
+        bool with_dp) {
         const int64_t nk = tile_keys(jt);
-        float * s = strip(ih, it, jt, 0);
+        float * s        = strip(ih, it, jt, 0);
 
         gemm<false>(s, ROW_TILE, block_k(ih, jt), p.ldk, 1, qt, ROW_TILE, nk, n_lanes, node.Dk);
         if (with_dp) {
@@ -554,25 +610,28 @@ struct flash_attn_back {
         if (node.logit_softcap > 0.0f) {
             float * dtanh = strip(ih, it, jt, 2);
             for (int64_t j = 0; j < nk; ++j) {
-                softcap(node.logit_softcap, s + j*ROW_TILE, dtanh + j*ROW_TILE, n_lanes);
+                softcap(node.logit_softcap, s + j * ROW_TILE, dtanh + j * ROW_TILE, n_lanes);
             }
         }
         if (mask_of(ih, it, jt) == TILE_MIXED) {
             for_segments(ih, it, [&](const segment & x) {
-                const float  slope = ggml_flash_attn_back_slope(&node, x.h);
-                const char * rows  = mask_rows(x);
+                const float slope = ggml_flash_attn_back_slope(&node, x.h);
+                const char * rows = mask_rows(x);
                 for (int64_t i = 0; i < x.n; ++i) {
+                    float * bias_row     = bias + x.row + i;
+                    const float max_bias = stats.bias[x.row + i];
                     float m[KEY_TILE];
-                    ggml_cpu_fp16_to_fp32((const ggml_fp16_t *) (rows + i*mask->nb[1]) + key0 + jt*KEY_TILE, m, nk);
+                    ggml_cpu_fp16_to_fp32((const ggml_fp16_t *) (rows + i * mask->nb[1]) + key0 + jt * KEY_TILE, m, nk);
                     for (int64_t j = 0; j < nk; ++j) {
-                        bias[j*ROW_TILE + x.row + i] = m[j] == -INFINITY ? -INFINITY : slope*m[j];
+                        bias_row[j * ROW_TILE] = select(m[j] == -INFINITY, -INFINITY, slope * m[j] - max_bias);
                     }
                 }
             });
             for (int64_t j = 0; j < nk; ++j) {
+                // s may be NaN where the mask hides a key
                 for (int64_t i = 0; i < n_lanes; ++i) {
-                    const int64_t ji = j*ROW_TILE + i;
-                    s[ji] = select(bias[ji] == -INFINITY, -INFINITY, s[ji] + bias[ji]); // s may be NaN where the mask hides a key
+                    const int64_t ji = j * ROW_TILE + i;
+                    s[ji]            = select(bias[ji] == -INFINITY, -INFINITY, s[ji] + bias[ji]);
                 }
             }
         }
@@ -582,9 +641,9 @@ struct flash_attn_back {
     double dot_o(const segment & x, int64_t i) const {
         const char * o_row = row(o, x.h, x.i + i, x.s);
         const char * d_row = row(d, x.h, x.i + i, x.s);
-        double sum = 0.0;
+        double sum         = 0.0;
         for (int64_t c = 0; c < node.Dv; ++c) {
-            sum += (double) *(const float *) (o_row + c*o->nb[0]) * *(const float *) (d_row + c*d->nb[0]);
+            sum += (double) *(const float *) (o_row + c * o->nb[0]) * *(const float *) (d_row + c * d->nb[0]);
         }
         return sum;
     }
@@ -592,24 +651,24 @@ struct flash_attn_back {
     // LSE and D of a row tile from its sums
     void finish_stats(int64_t ih, int64_t it, row_stats & stats) {
         float * lse = part(GGML_FLASH_ATTN_BACK_LSE) + part_row(ih, it);
-        float * D   = part(GGML_FLASH_ATTN_BACK_D)   + part_row(ih, it);
+        float * D   = part(GGML_FLASH_ATTN_BACK_D) + part_row(ih, it);
         for_segments(ih, it, [&](const segment & x) {
-            const float sink = sinks ? ((const float *) sinks->data)[x.h] : -INFINITY;
             for (int64_t i = x.row; i < x.row + x.n; ++i) {
-                double l = stats.l[i];
-                double a = stats.a[i];
+                const float sink = sinks ? ((const float *) sinks->data)[x.h] - stats.bias[i] : -INFINITY;
+                double l         = stats.l[i];
+                double a         = stats.a[i];
                 if (sink > -INFINITY) {
-                    const float  m       = std::max(stats.m[i], sink);
+                    const float m        = std::max(stats.m[i], sink);
                     const double rescale = std::exp((double) stats.m[i] - m);
-                    l = l*rescale + std::exp((double) sink - m);
-                    a = a*rescale;
-                    stats.m[i] = m;
+                    l                    = l * rescale + std::exp((double) sink - m);
+                    a                    = a * rescale;
+                    stats.m[i]           = m;
                 }
                 const bool empty = l == 0.0;
-                stats.inv_l[i] = empty ? 0.0f : (float) (1.0/l);
-                stats.D    [i] = empty ? 0.0f : (float) (o ? dot_o(x, i - x.row) : a/l);
-                lse[i] = empty ? -INFINITY : (float) (stats.m[i] + std::log(l));
-                D  [i] = stats.D[i];
+                stats.inv_l[i]   = empty ? 0.0f : (float) (1.0 / l);
+                stats.D[i]       = empty ? 0.0f : (float) (o ? dot_o(x, i - x.row) : a / l);
+                lse[i]           = empty ? -INFINITY : (float) (stats.m[i] + std::log(l) + stats.bias[i]);
+                D[i]             = stats.D[i];
             }
         });
     }
@@ -618,26 +677,27 @@ struct flash_attn_back {
     void do_rows(int64_t ih, int64_t it, bool first_chunk, bool last_chunk) {
         const int64_t n_rows  = tile_rows(it);
         const int64_t n_lanes = round_up(n_rows, VL);
-        float * qt   = local;
-        float * dot  = qt  + ROW_TILE*p.ldk;
-        float * dq   = dot + ROW_TILE*p.ldv;
-        float * bias = dq  + ROW_TILE*p.ldk;
-        float * qr   = block_q (ih, it);
-        float * dor  = block_do(ih, it);
+        float * qt            = local;
+        float * dot           = qt + ROW_TILE * p.ldk;
+        float * dq            = dot + ROW_TILE * p.ldv;
+        float * bias          = dq + ROW_TILE * p.ldk;
+        float * qr            = block_q(ih, it);
+        float * dor           = block_do(ih, it);
 
         std::fill(qt, dq, 0.0f);
-        std::fill(bias, bias + KEY_TILE*ROW_TILE, 0.0f);
+        std::fill(bias, bias + KEY_TILE * ROW_TILE, 0.0f);
         for_segments(ih, it, [&](const segment & x) {
             for (int64_t i = 0; i < x.n; ++i) {
                 const int64_t r = x.row + i;
-                load_row(row(q, x.i + i, x.h, x.s), q->nb[0], node.scale, node.Dk, p.ldk, qr  + r*p.ldk, qt  + r);
-                load_row(row(d, x.h, x.i + i, x.s), d->nb[0], 1.0f,       node.Dv, p.ldv, dor + r*p.ldv, dot + r);
+                load_row(row(q, x.i + i, x.h, x.s), q->nb[0], node.scale, node.Dk, p.ldk, qr + r * p.ldk, qt + r);
+                load_row(row(d, x.h, x.i + i, x.s), d->nb[0], 1.0f, node.Dv, p.ldv, dor + r * p.ldv, dot + r);
             }
         });
 
         row_stats & stats = ((row_stats *) (work + p.stats))[tile_index(ih, it)];
         if (do_stats) {
             if (first_chunk) {
+                find_bias(ih, it, stats);
                 std::fill(stats.l, stats.l + ROW_TILE, 0.0);
                 std::fill(stats.a, stats.a + ROW_TILE, 0.0);
                 std::fill(stats.m, stats.m + ROW_TILE, -INFINITY);
@@ -647,7 +707,7 @@ struct flash_attn_back {
                 if (mask_of(ih, it, jt) == TILE_MASKED) {
                     continue;
                 }
-                scores(ih, it, jt, n_lanes, qt, dot, bias, with_dp);
+                scores(ih, it, jt, n_lanes, stats, qt, dot, bias, with_dp);
                 if (o) {
                     update_stats<false>(stats, strip(ih, it, jt, 0), nullptr, tile_keys(jt), n_lanes);
                 } else {
@@ -662,18 +722,18 @@ struct flash_attn_back {
             return;
         }
 
-        std::fill(dq, dq + ROW_TILE*p.ldk, 0.0f);
+        std::fill(dq, dq + ROW_TILE * p.ldk, 0.0f);
         for (int64_t jt = 0; jt < n_key_tiles; ++jt) {
             if (mask_of(ih, it, jt) == TILE_MASKED || (!want_dq && !in_window(jt))) {
                 continue;
             }
             if (!do_stats) {
-                scores(ih, it, jt, n_lanes, qt, dot, bias, want_dq || want_dk);
+                scores(ih, it, jt, n_lanes, stats, qt, dot, bias, want_dq || want_dk);
             }
             float * s  = strip(ih, it, jt, 0);
             float * ds = strip(ih, it, jt, 1);
             if (node.logit_softcap > 0.0f) {
-                softmax_back<true> (stats, s, ds, strip(ih, it, jt, 2), tile_keys(jt), n_lanes);
+                softmax_back<true>(stats, s, ds, strip(ih, it, jt, 2), tile_keys(jt), n_lanes);
             } else {
                 softmax_back<false>(stats, s, ds, nullptr, tile_keys(jt), n_lanes);
             }
@@ -684,15 +744,15 @@ struct flash_attn_back {
 
         for (int64_t i = 0; i < n_rows; ++i) {
             if (stats.inv_l[i] == 0.0f) { // nothing of a row that sees nothing, not even NaN, may reach dK and dV
-                std::fill(qr  + i*p.ldk, qr  + (i + 1)*p.ldk, 0.0f);
-                std::fill(dor + i*p.ldv, dor + (i + 1)*p.ldv, 0.0f);
+                std::fill(qr + i * p.ldk, qr + (i + 1) * p.ldk, 0.0f);
+                std::fill(dor + i * p.ldv, dor + (i + 1) * p.ldv, 0.0f);
             }
         }
         if (want_dq) {
-            float * out = part(GGML_FLASH_ATTN_BACK_DQ) + part_row(ih, it)*node.Dk;
+            float * out = part(GGML_FLASH_ATTN_BACK_DQ) + part_row(ih, it) * node.Dk;
             for (int64_t i = 0; i < n_rows; ++i) {
                 for (int64_t c = 0; c < node.Dk; ++c) {
-                    out[i*node.Dk + c] = (first_chunk ? 0.0f : out[i*node.Dk + c]) + node.scale*dq[i*p.ldk + c];
+                    out[i * node.Dk + c] = (first_chunk ? 0.0f : out[i * node.Dk + c]) + node.scale * dq[i * p.ldk + c];
                 }
             }
         }
@@ -700,94 +760,94 @@ struct flash_attn_back {
 
     // dQ += dS K without the keys that are not finite: a row that sees such a key has dS = NaN throughout, for the others it is 0*NaN
     void add_dq(int64_t ih, int64_t jt, const float * ds, int64_t n_rows, float * dq) const {
-        const uint8_t * finite = (const uint8_t *) (work + p.finite) + ih*p.keys + jt*KEY_TILE;
+        const uint8_t * finite = (const uint8_t *) (work + p.finite) + ih * p.keys + jt * KEY_TILE;
         const uint8_t * end    = finite + tile_keys(jt);
         for (const uint8_t * first = finite; first < end;) {
             const uint8_t * last = std::find(first, end, 0);
-            const int64_t   j    = first - finite;
-            gemm<true>(dq, p.ldk, ds + j*ROW_TILE, 1, ROW_TILE, block_k(ih, jt) + j*p.ldk, p.ldk, n_rows, p.ldk, last - first);
+            const int64_t j      = first - finite;
+            gemm<true>(dq, p.ldk, ds + j * ROW_TILE, 1, ROW_TILE, block_k(ih, jt) + j * p.ldk, p.ldk, n_rows, p.ldk, last - first);
             first = std::find(last, end, 1);
         }
     }
 
     // stage 3
     void do_keys(int64_t ih, int64_t jt) {
-        const int64_t key   = key0 + jt*KEY_TILE;
+        const int64_t key   = key0 + jt * KEY_TILE;
         const int64_t first = std::max(node.kv_first, key);
         const int64_t last  = std::min(node.kv_first + node.kv_count, key + tile_keys(jt));
         const int64_t nk    = last - first;
-        const int64_t out   = (head0 + ih)*node.kv_count + first - node.kv_first;
+        const int64_t out   = (head0 + ih) * node.kv_count + first - node.kv_first;
         if (nk <= 0) {
             return;
         }
         float * dk = local;
-        float * dv = dk + KEY_TILE*p.ldk;
+        float * dv = dk + KEY_TILE * p.ldk;
         if (want_dk) {
-            load_part(dk, p.ldk, part(GGML_FLASH_ATTN_BACK_DK) + out*node.Dk, node.Dk, nk);
+            load_part(dk, p.ldk, part(GGML_FLASH_ATTN_BACK_DK) + out * node.Dk, node.Dk, nk);
         }
         if (want_dv) {
-            load_part(dv, p.ldv, part(GGML_FLASH_ATTN_BACK_DV) + out*node.Dv, node.Dv, nk);
+            load_part(dv, p.ldv, part(GGML_FLASH_ATTN_BACK_DV) + out * node.Dv, node.Dv, nk);
         }
         for (int64_t it = 0; it < n_tiles; ++it) {
             if (mask_of(ih, it, jt) == TILE_MASKED) {
                 continue;
             }
-            const int64_t ofs = (first - key)*ROW_TILE;
+            const int64_t ofs = (first - key) * ROW_TILE;
             if (want_dk) {
-                gemm<true>(dk, p.ldk, strip(ih, it, jt, 1) + ofs, ROW_TILE, 1, block_q (ih, it), p.ldk, nk, p.ldk, tile_rows(it));
+                gemm<true>(dk, p.ldk, strip(ih, it, jt, 1) + ofs, ROW_TILE, 1, block_q(ih, it), p.ldk, nk, p.ldk, tile_rows(it));
             }
             if (want_dv) {
                 gemm<true>(dv, p.ldv, strip(ih, it, jt, 0) + ofs, ROW_TILE, 1, block_do(ih, it), p.ldv, nk, p.ldv, tile_rows(it));
             }
         }
         if (want_dk) {
-            store_part(part(GGML_FLASH_ATTN_BACK_DK) + out*node.Dk, node.Dk, dk, p.ldk, nk);
+            store_part(part(GGML_FLASH_ATTN_BACK_DK) + out * node.Dk, node.Dk, dk, p.ldk, nk);
         }
         if (want_dv) {
-            store_part(part(GGML_FLASH_ATTN_BACK_DV) + out*node.Dv, node.Dv, dv, p.ldv, nk);
+            store_part(part(GGML_FLASH_ATTN_BACK_DV) + out * node.Dv, node.Dv, dv, p.ldv, nk);
         }
     }
 
     // the sum over the rows of earlier blocks
     void load_part(float * tile, int64_t ld, const float * src, int64_t n, int64_t n_rows) const {
-        std::fill(tile, tile + n_rows*ld, 0.0f);
+        std::fill(tile, tile + n_rows * ld, 0.0f);
         for (int64_t i = 0; row0 > 0 && i < n_rows; ++i) {
-            memcpy(tile + i*ld, src + i*n, n*sizeof(float));
+            memcpy(tile + i * ld, src + i * n, n * sizeof(float));
         }
     }
 
     static void store_part(float * part_rows, int64_t n, const float * tile, int64_t ld, int64_t n_rows) {
         for (int64_t i = 0; i < n_rows; ++i) {
-            memcpy(part_rows + i*n, tile + i*ld, n*sizeof(float));
+            memcpy(part_rows + i * n, tile + i * ld, n * sizeof(float));
         }
     }
 
     void do_sink(int64_t h) {
-        const float * lse  = part(GGML_FLASH_ATTN_BACK_LSE);
-        const float * D    = part(GGML_FLASH_ATTN_BACK_D);
-        const float   sink = ((const float *) sinks->data)[h];
-        double sum = 0.0;
+        const float * lse = part(GGML_FLASH_ATTN_BACK_LSE);
+        const float * D   = part(GGML_FLASH_ATTN_BACK_D);
+        const float sink  = ((const float *) sinks->data)[h];
+        double sum        = 0.0;
         for (int64_t s = 0; s < node.S; ++s) {
             for (int64_t i = 0; i < node.N && sink > -INFINITY; ++i) {
-                const int64_t r = (s*node.H + h)*node.N + i;
-                sum -= std::exp((double) sink - lse[r])*D[r];
+                const int64_t r = (s * node.H + h) * node.N + i;
+                sum -= std::exp((double) sink - lse[r]) * D[r];
             }
         }
         part(GGML_FLASH_ATTN_BACK_DSINKS)[h] = (float) sum;
     }
 
     void run() {
-        const bool    grads       = want_dq || want_dk || want_dv;
+        const bool grads          = want_dq || want_dk || want_dv;
         const int64_t n_sweeps    = p.n_chunks > 1 && grads ? 2 : 1;
         const int64_t n_row_tiles = div_up(p.n_rows, ROW_TILE);
 
         for (head0 = 0; head0 < p.n_heads; head0 += p.heads) {
-            n_heads = std::min(p.heads, p.n_heads - head0);
+            n_heads             = std::min(p.heads, p.n_heads - head0);
             int64_t loaded_key0 = -1;
 
             int64_t tile0 = 0;
             do { // once without rows: dK and dV are zeros then
-                row0    = tile0*ROW_TILE;
+                row0    = tile0 * ROW_TILE;
                 n_tiles = std::min(p.tiles, n_row_tiles - tile0);
                 restart_items();
 
@@ -796,22 +856,22 @@ struct flash_attn_back {
                     do_grads = sweep == n_sweeps - 1 && grads;
 
                     for (int64_t chunk = 0; chunk < p.n_chunks; ++chunk) {
-                        key0        = chunk*p.keys;
+                        key0        = chunk * p.keys;
                         n_keys      = std::min(p.keys, node.M - key0);
                         n_key_tiles = div_up(n_keys, KEY_TILE);
 
-                        for_items(n_heads*n_key_tiles, [&](int64_t i) {
-                            load_keys(i/n_key_tiles, i%n_key_tiles, loaded_key0 == key0);
+                        for_items(n_heads * n_key_tiles, [&](int64_t i) {
+                            load_keys(i / n_key_tiles, i % n_key_tiles, loaded_key0 == key0);
                         });
                         loaded_key0 = key0;
 
-                        for_items(n_heads*n_tiles, [&](int64_t i) {
-                            do_rows(i/n_tiles, i%n_tiles, chunk == 0, chunk == p.n_chunks - 1);
+                        for_items(n_heads * n_tiles, [&](int64_t i) {
+                            do_rows(i / n_tiles, i % n_tiles, chunk == 0, chunk == p.n_chunks - 1);
                         });
 
                         if (do_grads && (want_dk || want_dv)) {
-                            for_items(n_heads*n_key_tiles, [&](int64_t i) {
-                                do_keys(i/n_key_tiles, i%n_key_tiles);
+                            for_items(n_heads * n_key_tiles, [&](int64_t i) {
+                                do_keys(i / n_key_tiles, i % n_key_tiles);
                             });
                         }
                     }
