@@ -253,7 +253,7 @@ def _capture(tensors: Mapping[str, _Stored], values: Mapping[str, Any], notes: d
         raise errors.Usage("tensor dsinks without a tensor sinks", "store sinks too")
 
     dtypes = {"f32": np.float32, "f16": np.float16}
-    arrays = {
+    arrays: dict[str, Any] = {
         name: stored.data.reshape(*shapes[name][:-1], -1)
         if name in "kv"
         else stored.data.view(dtypes[stored.type]).reshape(shapes[name])

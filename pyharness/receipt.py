@@ -188,15 +188,18 @@ def _sign(args: argparse.Namespace) -> int:
 
 
 def _index(args: argparse.Namespace) -> int:
-    path, text = DIRECTORY / INDEX, index()
+    wanted = {ROOT / "receipts" / INDEX: index()} | {page: tables(page.read_text(encoding="utf-8")) for page in pages()}
+    changed = {
+        path: text for path, text in wanted.items() if not path.is_file() or path.read_text(encoding="utf-8") != text
+    }
     if not args.check:
-        DIRECTORY.mkdir(exist_ok=True)
-        path.write_text(text, encoding="utf-8")
-        print(path.relative_to(ROOT))
+        for path, text in changed.items():
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+            print(path.relative_to(ROOT))
         return 0
-    problems = list(quoted_problems())
-    if not path.is_file() or path.read_text(encoding="utf-8") != text:
-        problems.insert(0, f"{path.relative_to(ROOT)} is not current: python -m pyharness receipt index")
+    problems = [f"{path.relative_to(ROOT)} is not current: python -m pyharness receipt index" for path in changed]
+    problems += quoted_problems()
     if problems:
         raise errors.Stale("; ".join(problems))
     return 0
@@ -254,9 +257,8 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 def markdown(documents: Sequence[Document]) -> str:
     """Two tables to paste: correctness by part, performance against base and peers; then one line per receipt."""
     sections = []
-    rows = [row for d in documents for row in _correctness(d)]
-    if rows:
-        sections.append(_table(("device", "part", "cases", "passed", "worst NMSE", "limit", "case of the worst"), rows))
+    if any(d["predicate"]["receipt"]["cases"] for d in documents):
+        sections.append(correctness_table(documents))
     timed = [d["predicate"]["receipt"]["perf"] for d in documents if d["predicate"]["receipt"]["perf"]]
     if timed:
         sections.append(performance_table(timed))
@@ -285,6 +287,12 @@ def markdown(documents: Sequence[Document]) -> str:
     return "\n\n".join(sections)
 
 
+def correctness_table(documents: Sequence[Document]) -> str:
+    """The worst error of each part on each device."""
+    rows = (row for document in documents for row in _correctness(document))
+    return _table(("device", "part", "cases", "passed", "worst NMSE", "limit", "case of the worst"), rows)
+
+
 def _correctness(document: Document) -> Iterable[tuple[str, ...]]:
     groups: dict[tuple[str, str], list[tuple[float, dict[str, Any], str]]] = {}
     for record in document["predicate"]["receipt"]["cases"]:
@@ -311,6 +319,35 @@ def performance_table(timed: Sequence[dict[str, Any]]) -> str:
         "operator against it",
     )
     return _table(head, (row for perf in timed for row in _performance(perf)))
+
+
+def peers_table(perf: dict[str, Any]) -> str:
+    """The operator beside every peer's forward + backward: median ms, and the worst NMSE of dq, dk and dv."""
+    from . import perf as timing
+
+    who = [name for name in dict.fromkeys(r["who"] for r in perf["measurements"]) if name != statement.OPERATOR]
+    cases: dict[str, dict[str, list[dict[str, Any]]]] = {}
+    for record in perf["measurements"]:
+        cases.setdefault(record["case"], {}).setdefault(record["who"], []).append(record)
+
+    def cell(records: list[dict[str, Any]]) -> str:
+        if not records or any(r["unavailable"] for r in records):
+            return "-"
+        clocks = [timing.best_clock(r, "warm") for r in records]
+        total = sum(float(t["median_ns"]) for t in clocks) / 1e6
+        spread = sum(float(t["mad_ns"]) for t in clocks) / 1e6
+        errors_ = [float(e) for r in records if r["error"] for e in r["error"]["nmse"].values()]
+        return f"{total:.4g} ± {spread:.2g}" + (f", {max(errors_):.1e}" if errors_ else "")
+
+    rows = (
+        (
+            f"`{case}`",
+            found[statement.OPERATOR][0]["path"],
+            *(cell(found.get(w, [])) for w in [statement.OPERATOR, *who]),
+        )
+        for case, found in cases.items()
+    )
+    return _table(("case", "path", "ours: ms ± MAD, NMSE", *who), rows)
 
 
 def _performance(found: dict[str, Any]) -> Iterable[tuple[str, ...]]:
@@ -465,12 +502,41 @@ def _what(body: Document) -> str:
     return f"{body['mode']}: {counts['ok']} of {ran} cases ok, worst NMSE {worst:.2g}"
 
 
+def pages(root: Path = ROOT) -> list[Path]:
+    """The pages that may quote receipts: README.md and docs/*.md."""
+    return [page for page in [root / "README.md", *sorted((root / "docs").glob("*.md"))] if page.is_file()]
+
+
+def _known(root: Path) -> dict[str, Path]:
+    return {path.stem.rsplit("-", 1)[1]: path for path in listed(root)}
+
+
+_TABLE = re.compile(r"(<!-- receipt ([0-9a-f]{12}) -->\n).*?(<!-- /receipt -->\n)", re.DOTALL)
+
+
+def tables(text: str, root: Path = ROOT) -> str:
+    """A page with every block `<!-- receipt ID -->` ... `<!-- /receipt -->` filled from that receipt."""
+    known = _known(root)
+
+    def fill(block: re.Match[str]) -> str:
+        if block[2] not in known:
+            return block[0]
+        document = statement.read(known[block[2]])
+        perf = document["predicate"]["receipt"]["perf"]
+        link = f"\n\nFrom receipt [`{block[2]}`](/receipts/{known[block[2]].name}).\n"
+        return block[1] + (peers_table(perf) if perf else correctness_table([document])) + link + block[3]
+
+    return _TABLE.sub(fill, text)
+
+
 def quoted_problems(root: Path = ROOT) -> Iterable[str]:
     """Receipts that README.md and docs/*.md quote, by path or as "receipt `<id>`", and that are not fresh."""
-    known = {path.stem.rsplit("-", 1)[1]: path for path in listed(root)}
-    for page in [root / "README.md", *sorted((root / "docs").glob("*.md"))]:
-        text = page.read_text(encoding="utf-8") if page.is_file() else ""
-        for id12 in sorted(set(re.findall(r"receipts/[\w.-]+-([0-9a-f]{12})\.json|receipt `([0-9a-f]{12})", text))):
+    known = _known(root)
+    for page in pages(root):
+        text = page.read_text(encoding="utf-8")
+        for id12 in sorted(
+            set(re.findall(r"receipts/[\w.-]+-([0-9a-f]{12})\.json|receipt [`]?([0-9a-f]{12})\b", text))
+        ):
             name = id12[0] or id12[1]
             state = freshness(known[name], root) if name in known else "missing"
             if state != "fresh":

@@ -83,3 +83,21 @@ def test_a_quoted_receipt_must_be_there_and_fresh(world: World) -> None:
     ]
     world.run("receipt", "index")
     assert world.run("receipt", "index", "--check").returncode == 6
+
+
+def test_a_page_shows_the_tables_of_the_receipts_that_it_names(world: World) -> None:
+    perf, oracle = (path.stem.rsplit("-", 1)[1] for path in (world.perf, world.oracle))
+    page = world.root / "README.md"
+    page.write_text(
+        f"# A\n<!-- receipt {perf} -->\n<!-- /receipt -->\n<!-- receipt {oracle} -->\nold\n<!-- /receipt -->\nend\n"
+    )
+    assert world.run("receipt", "index", "--check").returncode == 6
+    assert "README.md" in world.run("receipt", "index").stdout
+    text = page.read_text()
+    assert "| case | path | ours: ms ± MAD, NMSE | unfused |" in text
+    assert "| CPU | dq | 3 | 3 |" in text
+    assert "old" not in text
+    assert text.endswith("<!-- /receipt -->\nend\n")
+    assert world.run("receipt", "index", "--check").returncode == 0
+    page.write_text(text.replace("| CPU | dq | 3 | 3 |", "| CPU | dq | 3 | 4 |"))
+    assert world.run("receipt", "index", "--check").returncode == 6
