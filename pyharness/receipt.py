@@ -63,6 +63,7 @@ def write(
     *,
     monitor: dict[str, Any] | None = None,
     perf: dict[str, Any] | None = None,
+    train: dict[str, Any] | None = None,
     argv: Sequence[str] | None = None,
 ) -> Path:
     """Write the receipt of a run below `directory` and return its path; `started`, `finished` are time.time()."""
@@ -77,6 +78,7 @@ def write(
         case_files=case_files,
         perf=perf,
         monitor=monitor,
+        train=train,
         argv=argv,
     )
     return statement.save(directory, document)
@@ -263,6 +265,9 @@ def markdown(documents: Sequence[Document]) -> str:
     if timed:
         sections.append(performance_table(timed))
     for document in documents:
+        if "train" in document["predicate"]["receipt"]:
+            sections.append(checks_table(document["predicate"]["receipt"]["train"]))
+    for document in documents:
         body = document["predicate"]["receipt"]
         main = max(
             body["libraries"],
@@ -291,6 +296,15 @@ def correctness_table(documents: Sequence[Document]) -> str:
     """The worst error of each part on each device."""
     rows = (row for document in documents for row in _correctness(document))
     return _table(("device", "part", "cases", "passed", "worst NMSE", "limit", "case of the worst"), rows)
+
+
+def checks_table(train: dict[str, Any]) -> str:
+    """What a training run was checked for, and the limits."""
+    rows = [
+        (c["name"], f"{float(c['found']):.2g}", f"{float(c['limit']):.2g}", "ok" if c["passed"] else "FAILED")
+        for c in train["checks"]
+    ]
+    return _table((f"training, {train['shape']['name']} on {train['device']}", "found", "at most", ""), rows)
 
 
 def _correctness(document: Document) -> Iterable[tuple[str, ...]]:
@@ -498,6 +512,8 @@ def _what(body: Document) -> str:
     if body["perf"]:
         peers = sorted({r["who"].partition(" ")[0] for r in body["perf"]["measurements"]} - {statement.OPERATOR})
         return f"perf: {ran} shapes" + (f", with {', '.join(peers)}" if peers else "")
+    if "train" in body:
+        return f"train: {body['train']['shape']['name']}, {counts['ok']} of {ran} checks ok"
     worst = max((float(p["nmse"]) for r in body["cases"] for p in r["parts"].values()), default=float("nan"))
     return f"{body['mode']}: {counts['ok']} of {ran} cases ok, worst NMSE {worst:.2g}"
 

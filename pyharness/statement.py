@@ -47,6 +47,7 @@ OPERATOR = "flash_attn_back"
 
 MEASURES = {"capture_file", "cases", "ggml", "ggml_cdef", "gradcheck", "inputs", "oracle", "quant", "reference"}
 MEASURES_PERF = MEASURES | {"bench", "cuda", "peers", "perf"}
+MEASURES_TRAIN = {"tiny", "train"}
 """Modules of the harness that decide a result; the others may change without making a receipt stale."""
 
 
@@ -124,7 +125,7 @@ def inputs(mode: str, extra: Iterable[tuple[str, Path]] = (), root: Path = ROOT)
 
     Roles: patch (the operator's sources), hooks (edits and pins), measure (harness modules that decide results),
     harness (the others); `extra` adds (role, path) for case lists and captures, outside the tree by name."""
-    measuring = MEASURES_PERF if mode == "perf" else MEASURES
+    measuring = {"perf": MEASURES_PERF, "train": MEASURES_TRAIN}.get(mode, MEASURES)
     found: dict[str, tuple[str, Path]] = {f"ggml/{path}": ("patch", root) for path in digest.sources(root)}
     found |= dict.fromkeys(("ggml/edits.toml", "ggml/upstream.toml"), ("hooks", root))
     for module in [*(root / "pyharness").rglob("*.py"), *(root / "pyharness/schema").glob("*.json")]:
@@ -247,16 +248,18 @@ def measured_status(record: dict[str, Any], limit: float) -> str:
 
 
 def outcome(body: Document) -> dict[str, Any]:
-    """The test-result fields and counts that follow from a receipt's cases or its measurements of the operator.
+    """The test-result fields and counts that follow from a receipt's cases, measurements of the operator or checks.
 
     A skip or a refusal warns, and so does a partial run."""
-    found = [(record["status"], record) for record in body["cases"]]
+    found = [(record["status"], name_of(record)) for record in body["cases"]]
     if body["perf"]:
         own = [r for r in body["perf"]["measurements"] if r["who"] == OPERATOR]
-        found += [(measured_status(r, float(body["limits"]["nmse"])), r) for r in own]
+        found += [(measured_status(r, float(body["limits"]["nmse"])), name_of(r)) for r in own]
+    if "train" in body:
+        found += [("ok" if check["passed"] else "failed", check["name"]) for check in body["train"]["checks"]]
     by_status: dict[str, list[str]] = {"ok": [], "failed": [], "unsupported": [], "skipped": []}
-    for status, record in found:
-        by_status[status].append(name_of(record))
+    for status, name in found:
+        by_status[status].append(name)
     warned = by_status["unsupported"] + by_status["skipped"]
     result = "FAILED" if by_status["failed"] else "WARNED" if warned or body["partial"] else "PASSED"
     return {
@@ -280,11 +283,14 @@ def build(
     case_files: Sequence[Path],
     perf: dict[str, Any] | None = None,
     monitor: dict[str, Any] | None = None,
+    train: dict[str, Any] | None = None,
     argv: Sequence[str] | None = None,
     root: Path = ROOT,
 ) -> Document:
     """The document of one run; its id is set. `started` and `finished` are time.time()."""
     extra = [("cases", path) for path in case_files]
+    if train:
+        extra += [("measure", root / "train/flash-attn-train.cpp"), ("measure", root / "cmake/llama.cmake")]
     if any(r.case.capture for r in results):
         from . import capture_file
 
@@ -321,6 +327,7 @@ def build(
         "cases": [case_record(r) for r in results],
         "perf": perf,
         "monitor": monitor or {"device": None, "device_reason": "not monitored", "health": None},
+        **({"train": train} if train else {}),
     }
     return seal(body, listed=sum(len(cases.load(path)) for path in case_files))
 

@@ -15,8 +15,9 @@ import shutil
 import statistics
 import subprocess
 import sys
+import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import gguf
 import numpy as np
@@ -24,6 +25,9 @@ import numpy.typing as npt
 
 from . import build, errors, tiny
 from .digest import ROOT
+
+if TYPE_CHECKING:
+    from . import ggml
 
 PROGRAM = "flash-attn-train"
 VOCABULARY = "models/ggml-vocab-llama-spm.gguf"
@@ -211,6 +215,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "build/train-demo", metavar="DIR", help="results")
     parser.add_argument("--capture", type=Path, metavar="DIR", help="store two layers' attention mid-training")
     parser.add_argument("--capture-rows", type=int, default=32, metavar="N", help="last queries of it, 0 = all (32)")
+    parser.add_argument("--receipts", type=Path, default=ROOT / "receipts", metavar="DIR", help="(default: receipts)")
+    parser.add_argument("--no-receipt", action="store_true", help="write none")
     parser.add_argument("--licence", default="unknown", help="licence of the text, for the captures")
 
 
@@ -245,6 +251,8 @@ class Check:
 
 def demo(args: argparse.Namespace, program: Path, model: Path, text: Path, common: dict[str, Any]) -> int:
     """Train with flash attention off and on; check that they agree and that the checkpoint works elsewhere."""
+    started = time.time()
+    library = None if args.no_receipt else load(program.parent)
     tokens = int(7.5 * args.ctx) if args.tokens is None else args.tokens
     common |= {"ctx": args.ctx, "tokens": tokens, "lr": args.lr}
     tuned = args.out / "tuned.gguf"
@@ -296,19 +304,68 @@ def demo(args: argparse.Namespace, program: Path, model: Path, text: Path, commo
         capture(args, program, model, text, common)
     for check in checks:
         print(f"{'ok' if check.passed else 'FAILED':6}  {check.name}: {check.found:.3g} (at most {check.limit:.3g})")
-    record = {
-        "device": args.device,
-        "shape": {"name": args.shape, **dataclasses.asdict(tiny.SHAPES[args.shape])},
-        "runs": {fa: {"command": one.command[1:], "events": one.events} for fa, one in runs.items()},
-        "ops": watched["on"].all("ops"),
-        "nodes": watched["on"].all("node"),
-        "gradients": gradients,
-        "checks": [{**dataclasses.asdict(check), "passed": check.passed} for check in checks],
-    }
-    (args.out / "train.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    events = {fa: one.events + watched[fa].all("ops") + watched[fa].all("node") for fa, one in runs.items()}
+    record = {"checks": [{**dataclasses.asdict(c), "passed": c.passed} for c in checks], "gradients": gradients}
+    (args.out / "train.json").write_text(json.dumps(record | {"runs": events}, indent=1) + "\n", encoding="utf-8")
     plot(args.out, runs)
+    if library:
+        stamp(args, library, program, model, text, runs, gradients, checks, started)
     print(f"results in {args.out}", file=sys.stderr)
     return 0 if all(check.passed for check in checks) else 1
+
+
+def load(directory: Path) -> ggml.Library:
+    """The libraries that train, in this process as well, if they were built from this tree: for the receipt."""
+    from . import ggml, receipt
+
+    library = ggml.Library.open(directory)
+    receipt.check_source(library)
+    return library
+
+
+def stamp(
+    args: argparse.Namespace,
+    library: ggml.Library,
+    program: Path,
+    model: Path,
+    text: Path,
+    runs: dict[str, Run],
+    gradients: dict[str, float],
+    checks: list[Check],
+    started: float,
+) -> None:
+    """Writes the receipt."""
+    from . import receipt, statement
+
+    number = statement.number
+    train = {
+        "device": args.device,
+        "shape": {"name": args.shape, **dataclasses.asdict(tiny.SHAPES[args.shape])},
+        "text_sha256": statement.sha256(text),
+        "model_sha256": statement.sha256(model),
+        "programs": [
+            {"name": file.name, "digest": {"sha256": statement.sha256(file)}}
+            for file in (program, next(program.parent.glob("libllama.so*")).resolve())
+        ],
+        "runs": {
+            fa: {
+                "losses": [number(loss) for loss in one.losses],
+                "steps_ns": [round(seconds * 1e9) for seconds in one.seconds],
+                "memory_bytes": {key: one.memory(key) for key in ("model", "context", "compute", "peak", "process")},
+            }
+            for fa, one in runs.items()
+        },
+        "gradients": {name: number(error) for name, error in gradients.items()},
+        "checks": [
+            {"name": c.name, "found": number(c.found), "limit": number(c.limit), "passed": c.passed} for c in checks
+        ],
+    }
+    words = sys.argv[1:]
+    path = receipt.write(
+        args.receipts, "train", library, [], seed=0, partial=False, started=started, finished=time.time(),
+        case_files=[], train=train, argv=words if words[:1] == ["train"] else ["train", *words],
+    )  # fmt: skip
+    print(f"receipt {path}", file=sys.stderr)
 
 
 def capture(args: argparse.Namespace, program: Path, model: Path, text: Path, common: dict[str, Any]) -> None:

@@ -119,6 +119,9 @@ def sums(document: Document) -> Iterator[str]:
         yield from (f"{statement.name_of(record)}: {text}" for text in _case_sums(record, body))
     for record in (body["perf"] or {"measurements": []})["measurements"]:
         yield from (f"{statement.name_of(record)}, {record['who']}: {text}" for text in _perf_sums(record, body))
+    for check in body.get("train", {"checks": []})["checks"]:
+        if check["passed"] != (float(check["found"]) <= float(check["limit"])):
+            yield f"{check['name']}: {check['found']} of at most {check['limit']} is not what passed says"
     yield from _monitor_sums(body["monitor"])
 
 

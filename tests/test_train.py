@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import subprocess
 from pathlib import Path
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 from attention import attention
 
-from pyharness import capture_file, ggml, oracle, reference, tiny, train, tree
+from pyharness import capture_file, ggml, oracle, reference, statement, tiny, train, tree, verify
 
 pytestmark = pytest.mark.slow
 
@@ -192,6 +193,19 @@ def test_checkpoint_is_better_in_stock_llama(trainer: Trainer) -> None:
         for m in (model, tuned)
     )
     assert after < 0.9 * before
+
+
+def test_demonstration_leaves_curves_and_a_receipt_that_verifies(trainer: Trainer, tmp_path: Path) -> None:
+    parser = argparse.ArgumentParser()
+    train.add_arguments(parser)
+    words = ["--shape", "tiny", "--steps", "8", "--tokens", "257", "--no-stock", "--text", str(trainer.text)]
+    assert train.run(parser.parse_args([*words, "--out", str(tmp_path), "--receipts", str(tmp_path)])) == 0
+    assert {file.suffix for file in tmp_path.glob("losses.*")} == {".png", ".svg"}
+    (receipt,) = tmp_path.glob("*-train-*.json")
+    assert verify.exit_code(verify.check(receipt)) == 0
+    body = statement.read(receipt)["predicate"]["receipt"]
+    assert len(body["train"]["runs"]["on"]["losses"]) == 8
+    assert body["counts"]["ok"] == len(body["train"]["checks"]) == 5
 
 
 # ---- public reports ----
