@@ -20,6 +20,7 @@ VERBS = {
     "capture": ("capture", "store a model's attention inputs and gradient in a file"),
     "replay": ("replay", "run the oracle on captured tensors"),
     "patch": ("tree", "put the operator into a ggml or llama.cpp checkout"),
+    "train": ("train", "train a small model in llama.cpp with flash attention off and on"),
     "gpucheck": ("gpucheck", "check a CUDA device end to end"),
     "receipt": ("receipt", "show, verify and compare receipts"),
 }

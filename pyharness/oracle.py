@@ -304,66 +304,76 @@ def execute(args: argparse.Namespace, selected: list[Case]) -> int:
     """Check cases on the devices that the options name, report, write the receipt; returns the exit code."""
     from . import monitor, receipt
 
-    library = options.library(args)
-    devices = options.devices(args, library)
-    if not args.no_receipt:
-        receipt.check_source(library)
-    limits = cases.limits()
-    work = [(device, case) for device in devices for case in selected]
-    results: list[CaseResult] = []
-    started = time.time()
-    stopped = 0
-    stuck = False
-
-    def save(seen: dict[str, Any] | None) -> None:
+    with monitor.from_args(args) as watch:  # before the first allocation: to list CUDA devices makes a context
+        library = options.library(args)
+        devices = options.devices(args, library)
         if not args.no_receipt:
-            partial = len(results) < len(work)
-            files = [args.case_file] if "case_file" in args else []
-            finished = time.time()
-            path = receipt.write(
-                args.receipts, "oracle", library, results, args.seed, partial, started, finished, files, monitor=seen
-            )
-            print(f"receipt {path}", file=sys.stderr)
+            receipt.check_source(library)
+        limits = cases.limits()
+        work = [(device, case) for device in devices for case in selected]
+        results: list[CaseResult] = []
+        started = time.time()
+        stopped = 0
+        stuck = False
 
-    with monitor.from_args(args) as watch, report.Reporter(args.output, len(work), args.seed) as reporter:
+        def save(seen: dict[str, Any] | None) -> None:
+            if not args.no_receipt:
+                partial = len(results) < len(work)
+                files = [args.case_file] if "case_file" in args else []
+                finished = time.time()
+                path = receipt.write(
+                    args.receipts,
+                    "oracle",
+                    library,
+                    results,
+                    args.seed,
+                    partial,
+                    started,
+                    finished,
+                    files,
+                    monitor=seen,
+                )
+                print(f"receipt {path}", file=sys.stderr)
 
-        def aborted(message: str) -> None:
-            device, case = work[len(results)]
-            why = f"ggml aborted: {message.strip()}"
-            results.append(CaseResult(case, device.name, case.seed(args.seed), "failed", why))
-            reporter.case(results[-1])
+        with report.Reporter(args.output, len(work), args.seed) as reporter:
+
+            def aborted(message: str) -> None:
+                device, case = work[len(results)]
+                why = f"ggml aborted: {message.strip()}"
+                results.append(CaseResult(case, device.name, case.seed(args.seed), "failed", why))
+                reporter.case(results[-1])
+                reporter.finish(results, len(work))
+                save(None)
+                reporter.flush()
+                os._exit(1)
+
+            otherwise, library.on_abort = library.on_abort, aborted
+            for device, case in work:
+                reporter.start(case)
+
+                def one(device: ggml.Device = device, case: Case = case) -> CaseResult:
+                    return check(library, device, case, args.seed, args.threads, limits, args.repeat, reporter.fraction)
+
+                try:
+                    result = _timed(one, args.timeout)
+                except KeyboardInterrupt:
+                    stopped, stuck = errors.INTERRUPTED, True
+                    break
+                except TimeoutError:
+                    why = f"no answer within {args.timeout:g} s"
+                    result = CaseResult(case, device.name, case.seed(args.seed), "failed", why)
+                    stuck = True
+                except (errors.Environment, errors.Usage, MemoryError) as error:
+                    why = str(error) or "out of memory"
+                    result = CaseResult(case, device.name, case.seed(args.seed), "skipped", why)
+                except errors.Failure as error:
+                    result = CaseResult(case, device.name, case.seed(args.seed), "failed", str(error))
+                results.append(result)
+                reporter.case(result)
+                if stuck:
+                    break
+            library.on_abort = otherwise
             reporter.finish(results, len(work))
-            save(None)
-            reporter.flush()
-            os._exit(1)
-
-        otherwise, library.on_abort = library.on_abort, aborted
-        for device, case in work:
-            reporter.start(case)
-
-            def one(device: ggml.Device = device, case: Case = case) -> CaseResult:
-                return check(library, device, case, args.seed, args.threads, limits, args.repeat, reporter.fraction)
-
-            try:
-                result = _timed(one, args.timeout)
-            except KeyboardInterrupt:
-                stopped, stuck = errors.INTERRUPTED, True
-                break
-            except TimeoutError:
-                why = f"no answer within {args.timeout:g} s"
-                result = CaseResult(case, device.name, case.seed(args.seed), "failed", why)
-                stuck = True
-            except (errors.Environment, errors.Usage, MemoryError) as error:
-                why = str(error) or "out of memory"
-                result = CaseResult(case, device.name, case.seed(args.seed), "skipped", why)
-            except errors.Failure as error:
-                result = CaseResult(case, device.name, case.seed(args.seed), "failed", str(error))
-            results.append(result)
-            reporter.case(result)
-            if stuck:
-                break
-        library.on_abort = otherwise
-        reporter.finish(results, len(work))
     save(watch.report())
     code = stopped or exit_code(results, args.strict)
     if stuck:  # the thread of the case is still in ggml or BLAS

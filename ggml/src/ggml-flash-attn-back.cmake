@@ -1,5 +1,6 @@
 # Builds FLASH_ATTN_BACK into ggml-base and tells every library that has a part of it which sources it was built from:
-# ggml-flash-attn-back-source.h, written at build time from the files that the manifest beside this file lists.
+# ggml-flash-attn-back-source.h, written at build time from the files that the manifest beside this file lists, with their
+# hashes beside it, whose digest it holds.
 
 set(manifest ${CMAKE_CURRENT_LIST_DIR}/ggml-flash-attn-back.sha256)
 file(STRINGS ${manifest} lines REGEX "^[^#]")
@@ -20,6 +21,8 @@ endforeach()
 
 if (CMAKE_SCRIPT_MODE_FILE)
     string(SHA256 source "${listing}")
+    get_filename_component(folder ${HEADER} DIRECTORY)
+    file(WRITE ${folder}/ggml-flash-attn-back-source.sha256 "${listing}")
     file(WRITE ${HEADER} "#define GGML_FLASH_ATTN_BACK_SOURCE \"${source}\"\n")
     return()
 endif()
