@@ -3,7 +3,7 @@
 steps
   info       what is built, which devices, the driver
   oracle     the whole case list against float64
-  mma, rows  the same with the CUDA backend held to that kernel path
+  hopper, mma, rows  the same with the CUDA backend held to that kernel path
   target     the reference shape (24 heads of 256, 2048 queries, 75520 keys, q8_0) against the full float64 reference
   repeat     the same bits in every repeat while another stream of the device is busy
   random     random shapes: what supports_op takes must run and be right, and whatever it refuses says why
@@ -38,6 +38,7 @@ TARGET = "FLASH_ATTN_BACK(hsk=256,hsv=256,nh=24,nhkv=4,kv=75520,nb=2048,type_K=q
 BOXES = {
     "info": 60,
     "oracle": 900,
+    "hopper": 600,
     "mma": 600,
     "rows": 600,
     "target": 900,
@@ -51,6 +52,7 @@ BOXES = {
 PATH = "GGML_CUDA_FATTN_BACK_PATH"
 
 REPEATED = (
+    "FLASH_ATTN_BACK(hsk=128,hsv=128,nh=16,nhkv=4,kv=1024,nb=1024)",
     "FLASH_ATTN_BACK(hsk=128,hsv=128,nh=8,nhkv=2,kv=2048,nb=64)",
     "FLASH_ATTN_BACK(hsk=64,hsv=64,nh=8,nhkv=8,kv=512,nb=512,type_K=q8_0,type_V=q8_0,mask=swa:64)",
     "FLASH_ATTN_BACK(hsk=256,hsv=256,nh=6,nhkv=1,kv=1024,nb=128,type_K=q8_0,type_V=q8_0,sinks=1)",
@@ -286,7 +288,7 @@ def _sanitizer(runner: _Runner) -> dict[str, Any]:
     if not Path(program).exists():
         return _state(errors.Environment.exit_code, "compute-sanitizer is not installed")
     found: dict[str, Any] = {}
-    checks = [(path, tool) for path in ("", "mma", "rows") for tool in TOOLS]
+    checks = [(path, tool) for path in ("hopper", "mma", "rows") for tool in TOOLS]
     for number, (path, tool) in enumerate(checks):
         share = runner.share(len(checks) - number)
         options_ = ("--tool", tool, "--error-exitcode", str(FOUND), "--print-limit", "20")
@@ -325,6 +327,7 @@ def _perf(runner: _Runner) -> dict[str, Any]:
 _STEPS: dict[str, Callable[[_Runner], dict[str, Any]]] = {
     "info": _info,
     "oracle": _oracle,
+    "hopper": _path("hopper"),
     "mma": _path("mma"),
     "rows": _path("rows"),
     "target": _target,

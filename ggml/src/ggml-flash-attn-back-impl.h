@@ -24,11 +24,11 @@ enum ggml_flash_attn_back_src {
 
 // a FLASH_ATTN_BACK node, decoded
 struct ggml_flash_attn_back_node {
-    float          scale;
-    float          max_bias;
-    float          logit_softcap;
+    float scale;
+    float max_bias;
+    float logit_softcap;
     enum ggml_prec prec;
-    uint32_t       grads;
+    uint32_t grads;
 
     int64_t Dk;
     int64_t Dv;
@@ -42,7 +42,7 @@ struct ggml_flash_attn_back_node {
     int64_t kv_count;
 
     size_t offset[GGML_FLASH_ATTN_BACK_PART_COUNT]; // bytes from data; parts that are left out share their successor's
-    size_t size  [GGML_FLASH_ATTN_BACK_PART_COUNT]; // bytes without padding, 0 for parts that are left out
+    size_t size[GGML_FLASH_ATTN_BACK_PART_COUNT]; // bytes without padding, 0 for parts that are left out
 };
 
 GGML_API struct ggml_flash_attn_back_node ggml_flash_attn_back_decode(const struct ggml_tensor * back);
@@ -57,28 +57,28 @@ static inline float ggml_flash_attn_back_slope(const struct ggml_flash_attn_back
         return 1.0f;
     }
     const uint32_t n_head_log2 = 1u << (uint32_t) floor(log2((double) node->H));
-    const float m0 = powf(2.0f, -(node->max_bias       ) / n_head_log2);
-    const float m1 = powf(2.0f, -(node->max_bias / 2.0f) / n_head_log2);
-    return h < n_head_log2 ? powf(m0, (float) (h + 1)) : powf(m1, (float) (2*(h - n_head_log2) + 1));
+    const float m0             = powf(2.0f, -(node->max_bias) / n_head_log2);
+    const float m1             = powf(2.0f, -(node->max_bias / 2.0f) / n_head_log2);
+    return h < n_head_log2 ? powf(m0, (float) (h + 1)) : powf(m1, (float) (2 * (h - n_head_log2) + 1));
 }
 
 // Autodiff. Gradients that node's sources need, by source index, NULL where none is needed: one FLASH_ATTN_BACK node, its parts as views.
 void ggml_flash_attn_back_src_grads(
-        struct ggml_context * ctx,
-        struct ggml_cgraph  * cgraph,
-        struct ggml_tensor  * node,
-        struct ggml_tensor  * grad,
-        const bool          * grads_needed,
-        struct ggml_tensor  * src_grads[GGML_MAX_SRC]);
+    struct ggml_context * ctx,
+    struct ggml_cgraph * cgraph,
+    struct ggml_tensor * node,
+    struct ggml_tensor * grad,
+    const bool * grads_needed,
+    struct ggml_tensor * src_grads[GGML_MAX_SRC]);
 
 // Autodiff. The gradient of a CPY, CONT or VIEW node in the form that its backward case takes: contiguous, and for a VIEW
 // with an F32 gradient of zeros under it where its source has none yet.
 struct ggml_tensor * ggml_flash_attn_back_prepare_grad(
-        struct ggml_context * ctx,
-        struct ggml_cgraph  * cgraph,
-        struct ggml_tensor  * node,
-        struct ggml_tensor  * grad,
-        const bool          * grads_needed);
+    struct ggml_context * ctx,
+    struct ggml_cgraph * cgraph,
+    struct ggml_tensor * node,
+    struct ggml_tensor * grad,
+    const bool * grads_needed);
 
 #ifdef __cplusplus
 }

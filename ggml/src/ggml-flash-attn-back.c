@@ -29,11 +29,11 @@ static void set_op_params_i64(struct ggml_tensor * tensor, int i, int64_t value)
 // sizes and offsets of the parts; returns the size of the whole
 static size_t layout(struct ggml_flash_attn_back_node * node) {
     const int64_t nelements[GGML_FLASH_ATTN_BACK_PART_COUNT] = {
-        /* DQ     = */ node->Dk * node->N        * node->H   * node->S,
+        /* DQ     = */ node->Dk * node->N * node->H * node->S,
         /* DK     = */ node->Dk * node->kv_count * node->Hkv * node->S,
         /* DV     = */ node->Dv * node->kv_count * node->Hkv * node->S,
-        /* LSE    = */ node->N  * node->H        * node->S,
-        /* D      = */ node->N  * node->H        * node->S,
+        /* LSE    = */ node->N * node->H * node->S,
+        /* D      = */ node->N * node->H * node->S,
         /* DSINKS = */ node->H,
     };
 
@@ -41,7 +41,7 @@ static size_t layout(struct ggml_flash_attn_back_node * node) {
     for (int part = 0; part < GGML_FLASH_ATTN_BACK_PART_COUNT; ++part) {
         const bool is_stat = part == GGML_FLASH_ATTN_BACK_LSE || part == GGML_FLASH_ATTN_BACK_D;
         node->offset[part] = offset;
-        node->size  [part] = is_stat || ggml_flash_attn_back_wants(node, part) ? nelements[part]*sizeof(float) : 0;
+        node->size[part]   = is_stat || ggml_flash_attn_back_wants(node, part) ? nelements[part] * sizeof(float) : 0;
         offset += node->size[part];
         if (part != GGML_FLASH_ATTN_BACK_LSE) { // LSE and D are one part
             offset = GGML_PAD(offset, GGML_MEM_ALIGN);
@@ -51,7 +51,7 @@ static size_t layout(struct ggml_flash_attn_back_node * node) {
 }
 
 static void set_shape(
-        struct ggml_flash_attn_back_node * node, const struct ggml_tensor * q, const struct ggml_tensor * k, const struct ggml_tensor * v) {
+    struct ggml_flash_attn_back_node * node, const struct ggml_tensor * q, const struct ggml_tensor * k, const struct ggml_tensor * v) {
     node->Dk  = q->ne[0];
     node->Dv  = v->ne[0];
     node->N   = q->ne[1];
@@ -65,11 +65,11 @@ struct ggml_flash_attn_back_node ggml_flash_attn_back_decode(const struct ggml_t
     GGML_ASSERT(back->op == GGML_OP_FLASH_ATTN_BACK);
 
     struct ggml_flash_attn_back_node node = { 0 };
-    node.scale         = ggml_get_op_params_f32(back, 0);
-    node.max_bias      = ggml_get_op_params_f32(back, 1);
-    node.logit_softcap = ggml_get_op_params_f32(back, 2);
-    node.prec          = (enum ggml_prec) ggml_get_op_params_i32(back, OP_PARAM_PREC);
-    node.grads         = (uint32_t) ggml_get_op_params_i32(back, OP_PARAM_GRADS);
+    node.scale                            = ggml_get_op_params_f32(back, 0);
+    node.max_bias                         = ggml_get_op_params_f32(back, 1);
+    node.logit_softcap                    = ggml_get_op_params_f32(back, 2);
+    node.prec                             = (enum ggml_prec) ggml_get_op_params_i32(back, OP_PARAM_PREC);
+    node.grads                            = (uint32_t) ggml_get_op_params_i32(back, OP_PARAM_GRADS);
     set_shape(&node, back->src[GGML_FLASH_ATTN_BACK_SRC_Q], back->src[GGML_FLASH_ATTN_BACK_SRC_K], back->src[GGML_FLASH_ATTN_BACK_SRC_V]);
     node.kv_first = get_op_params_i64(back, OP_PARAM_KV_FIRST);
     node.kv_count = get_op_params_i64(back, OP_PARAM_KV_COUNT);
@@ -78,17 +78,17 @@ struct ggml_flash_attn_back_node ggml_flash_attn_back_decode(const struct ggml_t
 }
 
 struct ggml_tensor * ggml_flash_attn_back(
-        struct ggml_context * ctx,
-        struct ggml_tensor  * q,
-        struct ggml_tensor  * k,
-        struct ggml_tensor  * v,
-        struct ggml_tensor  * mask,
-        struct ggml_tensor  * sinks,
-        struct ggml_tensor  * o,
-        struct ggml_tensor  * d,
-        struct ggml_flash_attn_back_params params) {
+    struct ggml_context * ctx,
+    struct ggml_tensor * q,
+    struct ggml_tensor * k,
+    struct ggml_tensor * v,
+    struct ggml_tensor * mask,
+    struct ggml_tensor * sinks,
+    struct ggml_tensor * o,
+    struct ggml_tensor * d,
+    struct ggml_flash_attn_back_params params) {
     struct ggml_flash_attn_back_node node = { 0 };
-    node.grads = params.grads;
+    node.grads                            = params.grads;
     set_shape(&node, q, k, v);
 
     GGML_ASSERT(q->type == GGML_TYPE_F32 && "q must be F32");
@@ -122,17 +122,17 @@ struct ggml_tensor * ggml_flash_attn_back(
     node.kv_first = params.kv_first;
     node.kv_count = params.kv_count > 0 ? params.kv_count : node.M;
 
-    struct ggml_tensor * result = ggml_new_tensor_1d(ctx, GGML_TYPE_F32, layout(&node)/sizeof(float));
+    struct ggml_tensor * result = ggml_new_tensor_1d(ctx, GGML_TYPE_F32, layout(&node) / sizeof(float));
 
     ggml_set_op_params_f32(result, 0, params.scale);
     ggml_set_op_params_f32(result, 1, params.max_bias);
     ggml_set_op_params_f32(result, 2, params.logit_softcap);
-    ggml_set_op_params_i32(result, OP_PARAM_PREC,  GGML_PREC_DEFAULT);
+    ggml_set_op_params_i32(result, OP_PARAM_PREC, GGML_PREC_DEFAULT);
     ggml_set_op_params_i32(result, OP_PARAM_GRADS, params.grads);
     set_op_params_i64(result, OP_PARAM_KV_FIRST, node.kv_first);
     set_op_params_i64(result, OP_PARAM_KV_COUNT, node.kv_count);
 
-    result->op = GGML_OP_FLASH_ATTN_BACK;
+    result->op                                  = GGML_OP_FLASH_ATTN_BACK;
     result->src[GGML_FLASH_ATTN_BACK_SRC_Q]     = q;
     result->src[GGML_FLASH_ATTN_BACK_SRC_K]     = k;
     result->src[GGML_FLASH_ATTN_BACK_SRC_V]     = v;
@@ -161,19 +161,19 @@ size_t ggml_flash_attn_back_offset(const struct ggml_tensor * back, enum ggml_fl
 }
 
 struct ggml_tensor * ggml_flash_attn_back_view(struct ggml_context * ctx, struct ggml_tensor * back, enum ggml_flash_attn_back_part part) {
-    const struct ggml_flash_attn_back_node node = ggml_flash_attn_back_decode(back);
+    const struct ggml_flash_attn_back_node node                      = ggml_flash_attn_back_decode(back);
     const int64_t ne[GGML_FLASH_ATTN_BACK_PART_COUNT][GGML_MAX_DIMS] = {
-        /* DQ     = */ { node.Dk, node.N,        node.H,   node.S },
+        /* DQ     = */ { node.Dk, node.N, node.H, node.S },
         /* DK     = */ { node.Dk, node.kv_count, node.Hkv, node.S },
         /* DV     = */ { node.Dv, node.kv_count, node.Hkv, node.S },
-        /* LSE    = */ { node.N,  node.H,        node.S,   1      },
-        /* D      = */ { node.N,  node.H,        node.S,   1      },
-        /* DSINKS = */ { node.H,  1,             1,        1      },
+        /* LSE    = */ { node.N, node.H, node.S, 1 },
+        /* D      = */ { node.N, node.H, node.S, 1 },
+        /* DSINKS = */ { node.H, 1, 1, 1 },
     };
-    const int64_t * n  = ne[part];
-    const size_t   nb1 = n[0]*sizeof(float);
-    const size_t   nb2 = n[1]*nb1;
-    const size_t   nb3 = n[2]*nb2;
+    const int64_t * n = ne[part];
+    const size_t nb1  = n[0] * sizeof(float);
+    const size_t nb2  = n[1] * nb1;
+    const size_t nb3  = n[2] * nb2;
     return ggml_view_4d(ctx, back, n[0], n[1], n[2], n[3], nb1, nb2, nb3, ggml_flash_attn_back_offset(back, part));
 }
 
@@ -186,19 +186,22 @@ static bool needs_grad(const struct ggml_cgraph * cgraph, const struct ggml_tens
 }
 
 void ggml_flash_attn_back_src_grads(
-        struct ggml_context * ctx,
-        struct ggml_cgraph  * cgraph,
-        struct ggml_tensor  * node,
-        struct ggml_tensor  * grad,
-        const bool          * grads_needed,
-        struct ggml_tensor  * src_grads[GGML_MAX_SRC]) {
-    static const struct { enum ggml_flash_attn_back_src src; enum ggml_flash_attn_back_part part; } map[] = {
-        { GGML_FLASH_ATTN_BACK_SRC_Q,     GGML_FLASH_ATTN_BACK_DQ     },
-        { GGML_FLASH_ATTN_BACK_SRC_K,     GGML_FLASH_ATTN_BACK_DK     },
-        { GGML_FLASH_ATTN_BACK_SRC_V,     GGML_FLASH_ATTN_BACK_DV     },
+    struct ggml_context * ctx,
+    struct ggml_cgraph * cgraph,
+    struct ggml_tensor * node,
+    struct ggml_tensor * grad,
+    const bool * grads_needed,
+    struct ggml_tensor * src_grads[GGML_MAX_SRC]) {
+    static const struct {
+        enum ggml_flash_attn_back_src src;
+        enum ggml_flash_attn_back_part part;
+    } map[] = {
+        { GGML_FLASH_ATTN_BACK_SRC_Q, GGML_FLASH_ATTN_BACK_DQ },
+        { GGML_FLASH_ATTN_BACK_SRC_K, GGML_FLASH_ATTN_BACK_DK },
+        { GGML_FLASH_ATTN_BACK_SRC_V, GGML_FLASH_ATTN_BACK_DV },
         { GGML_FLASH_ATTN_BACK_SRC_SINKS, GGML_FLASH_ATTN_BACK_DSINKS },
     };
-    const int n_map = sizeof(map)/sizeof(map[0]);
+    const int n_map = sizeof(map) / sizeof(map[0]);
 
     uint32_t grads = 0;
     for (int i = 0; i < n_map; ++i) {
@@ -214,14 +217,14 @@ void ggml_flash_attn_back_src_grads(
 
     // o is left out: a forward that rounds q, v or its sums to 16 bit makes D = do . o too inexact where V is nearly constant
     struct ggml_tensor * back = ggml_flash_attn_back(
-        ctx, node->src[0], node->src[1], node->src[2], node->src[3], node->src[4], /*o =*/ NULL, grad,
-        (struct ggml_flash_attn_back_params) {
-            /*.scale         =*/ ggml_get_op_params_f32(node, 0),
-            /*.max_bias      =*/ ggml_get_op_params_f32(node, 1),
-            /*.logit_softcap =*/ ggml_get_op_params_f32(node, 2),
-            /*.grads         =*/ grads,
-            /*.kv_first      =*/ 0,
-            /*.kv_count      =*/ 0,
+        ctx, node->src[0], node->src[1], node->src[2], node->src[3], node->src[4], /*o =*/NULL, grad,
+        (struct ggml_flash_attn_back_params){
+            /*.scale         =*/ggml_get_op_params_f32(node, 0),
+            /*.max_bias      =*/ggml_get_op_params_f32(node, 1),
+            /*.logit_softcap =*/ggml_get_op_params_f32(node, 2),
+            /*.grads         =*/grads,
+            /*.kv_first      =*/0,
+            /*.kv_count      =*/0,
         });
     if (ggml_get_op_params_i32(node, OP_PARAM_PREC) == GGML_PREC_F32) {
         ggml_flash_attn_back_set_prec(back, GGML_PREC_F32);
@@ -235,17 +238,17 @@ void ggml_flash_attn_back_src_grads(
 }
 
 struct ggml_tensor * ggml_flash_attn_back_prepare_grad(
-        struct ggml_context * ctx,
-        struct ggml_cgraph  * cgraph,
-        struct ggml_tensor  * node,
-        struct ggml_tensor  * grad,
-        const bool          * grads_needed) {
+    struct ggml_context * ctx,
+    struct ggml_cgraph * cgraph,
+    struct ggml_tensor * node,
+    struct ggml_tensor * grad,
+    const bool * grads_needed) {
     if (node->op != GGML_OP_CPY && node->op != GGML_OP_CONT && node->op != GGML_OP_VIEW) {
         return grad;
     }
     if (node->op == GGML_OP_VIEW && needs_grad(cgraph, node->src[0], grads_needed)) {
         struct ggml_tensor * src = node->src[0];
-        const size_t i = ggml_hash_find(&cgraph->visited_hash_set, src);
+        const size_t i           = ggml_hash_find(&cgraph->visited_hash_set, src);
         if (!cgraph->grads[i]) {
             // zeros that do not read src: 0*src is NaN where a KV cache has unwritten cells, and src may not be F32
             cgraph->grads[i] = ggml_fill(ctx, ggml_new_tensor(ctx, GGML_TYPE_F32, GGML_MAX_DIMS, src->ne), 0.0f);

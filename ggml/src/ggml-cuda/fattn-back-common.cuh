@@ -21,7 +21,7 @@ struct fattn_back_src {
     bool vec;          // four components can be loaded at once: they are adjacent and aligned to their size
 
     __host__ __device__ int64_t offset(const int64_t row, const int64_t head, const int64_t seq) const {
-        return row*nb_row + head*nb_head + seq*nb_seq;
+        return row * nb_row + head * nb_head + seq * nb_seq;
     }
 };
 
@@ -44,7 +44,7 @@ struct fattn_back_args {
     float scale;
     float logit_softcap; // 0: off
     float max_bias;      // 0: off
-    int   n_head_log2;
+    int n_head_log2;
 
     int Dk;
     int Dv;
@@ -68,7 +68,7 @@ struct fattn_back_args {
 
     // query row in LSE and D, and in dQ
     __host__ __device__ int64_t row(const int i, const int h, const int s) const {
-        return ((int64_t) s*H + h)*N + i;
+        return ((int64_t) s * H + h) * N + i;
     }
 };
 
@@ -77,25 +77,26 @@ static fattn_back_src fattn_back_get_src(const ggml_tensor * t, const int dim_ro
         return {};
     }
     const size_t ts = ggml_type_size(t->type);
-    bool vec = !ggml_is_quantized(t->type) && t->nb[0] == ts && (uintptr_t) t->data % (4*ts) == 0;
+    bool vec        = !ggml_is_quantized(t->type) && t->nb[0] == ts && (uintptr_t) t->data % (4 * ts) == 0;
     for (int i = 1; i < GGML_MAX_DIMS; ++i) {
-        vec = vec && t->nb[i] % (4*ts) == 0;
+        vec = vec && t->nb[i] % (4 * ts) == 0;
     }
     return {
-        (const char *) t->data, (int64_t) t->nb[0], (int64_t) t->nb[dim_row], (int64_t) t->nb[dim_head], (int64_t) t->nb[3], t->type, vec };
+        (const char *) t->data, (int64_t) t->nb[0], (int64_t) t->nb[dim_row], (int64_t) t->nb[dim_head], (int64_t) t->nb[3], t->type, vec
+    };
 }
 
 static fattn_back_args fattn_back_get_args(const ggml_tensor * dst) {
     const ggml_flash_attn_back_node node = ggml_flash_attn_back_decode(dst);
-    const ggml_tensor * mask  = dst->src[GGML_FLASH_ATTN_BACK_SRC_MASK];
-    const ggml_tensor * sinks = dst->src[GGML_FLASH_ATTN_BACK_SRC_SINKS];
+    const ggml_tensor * mask             = dst->src[GGML_FLASH_ATTN_BACK_SRC_MASK];
+    const ggml_tensor * sinks            = dst->src[GGML_FLASH_ATTN_BACK_SRC_SINKS];
 
     fattn_back_args args = {};
-    args.q  = fattn_back_get_src(dst->src[GGML_FLASH_ATTN_BACK_SRC_Q],  1, 2);
-    args.k  = fattn_back_get_src(dst->src[GGML_FLASH_ATTN_BACK_SRC_K],  1, 2);
-    args.v  = fattn_back_get_src(dst->src[GGML_FLASH_ATTN_BACK_SRC_V],  1, 2);
-    args.o  = fattn_back_get_src(dst->src[GGML_FLASH_ATTN_BACK_SRC_O],  2, 1);
-    args.dO = fattn_back_get_src(dst->src[GGML_FLASH_ATTN_BACK_SRC_DO], 2, 1);
+    args.q               = fattn_back_get_src(dst->src[GGML_FLASH_ATTN_BACK_SRC_Q], 1, 2);
+    args.k               = fattn_back_get_src(dst->src[GGML_FLASH_ATTN_BACK_SRC_K], 1, 2);
+    args.v               = fattn_back_get_src(dst->src[GGML_FLASH_ATTN_BACK_SRC_V], 1, 2);
+    args.o               = fattn_back_get_src(dst->src[GGML_FLASH_ATTN_BACK_SRC_O], 2, 1);
+    args.dO              = fattn_back_get_src(dst->src[GGML_FLASH_ATTN_BACK_SRC_DO], 2, 1);
 
     if (mask != nullptr) {
         args.mask         = (const char *) mask->data;
@@ -118,7 +119,7 @@ static fattn_back_args fattn_back_get_args(const ggml_tensor * dst) {
     args.M   = node.M;
     args.H   = node.H;
     args.Hkv = node.Hkv;
-    args.G   = node.H/node.Hkv;
+    args.G   = node.H / node.Hkv;
     args.S   = node.S;
 
     args.kv_first = node.kv_first;
@@ -182,21 +183,21 @@ static __device__ __forceinline__ float fattn_back_slope(const fattn_back_args &
         return 1.0f;
     }
     const int n = args.n_head_log2;
-    return exp2f(h < n ? -(args.max_bias*(h + 1))/n : -(0.5f*args.max_bias*(2*(h - n) + 1))/n);
+    return exp2f(h < n ? -(args.max_bias * (h + 1)) / n : -(0.5f * args.max_bias * (2 * (h - n) + 1)) / n);
 }
 
 // the logit x of a product q . k, and its derivative by scale * (q . k)
 // tanh through exp: the fast tanh is too inexact, and 1 - tanh^2 cancels for large logits
 static __device__ __forceinline__ float fattn_back_logit(const fattn_back_args & args, const float qk, float & dx) {
-    const float x = args.scale*qk;
+    const float x = args.scale * qk;
     if (args.logit_softcap == 0.0f) {
         dx = 1.0f;
         return x;
     }
-    const float u = expf(-2.0f*fabsf(x/args.logit_softcap));
-    const float r = 1.0f/(1.0f + u);
-    dx = 4.0f*u*r*r;
-    return copysignf(args.logit_softcap*(1.0f - u)*r, x);
+    const float u = expf(-2.0f * fabsf(x / args.logit_softcap));
+    const float r = 1.0f / (1.0f + u);
+    dx            = 4.0f * u * r * r;
+    return copysignf(args.logit_softcap * (1.0f - u) * r, x);
 }
 
 // components [e, e + 4) of a row that is not quantised
@@ -205,18 +206,18 @@ static __device__ __forceinline__ float4 fattn_back_load4(const fattn_back_src &
     if constexpr (type == GGML_TYPE_F32) {
         float4 x;
         if constexpr (vec) {
-            ggml_cuda_memcpy_1<sizeof(x)>(&x, src.data + offset + e*sizeof(float));
+            ggml_cuda_memcpy_1<sizeof(x)>(&x, src.data + offset + e * sizeof(float));
         } else {
-            x.x = *(const float *) (src.data + offset + (e + 0)*src.nb_comp);
-            x.y = *(const float *) (src.data + offset + (e + 1)*src.nb_comp);
-            x.z = *(const float *) (src.data + offset + (e + 2)*src.nb_comp);
-            x.w = *(const float *) (src.data + offset + (e + 3)*src.nb_comp);
+            x.x = *(const float *) (src.data + offset + (e + 0) * src.nb_comp);
+            x.y = *(const float *) (src.data + offset + (e + 1) * src.nb_comp);
+            x.z = *(const float *) (src.data + offset + (e + 2) * src.nb_comp);
+            x.w = *(const float *) (src.data + offset + (e + 3) * src.nb_comp);
         }
         return x;
     } else {
         using T = std::conditional_t<type == GGML_TYPE_F16, half, nv_bfloat16>;
         T x[4];
-        ggml_cuda_memcpy_1<sizeof(x), vec ? sizeof(x) : sizeof(T)>(x, src.data + offset + e*sizeof(T));
+        ggml_cuda_memcpy_1<sizeof(x), vec ? sizeof(x) : sizeof(T)>(x, src.data + offset + e * sizeof(T));
         return make_float4(
             ggml_cuda_cast<float>(x[0]), ggml_cuda_cast<float>(x[1]), ggml_cuda_cast<float>(x[2]), ggml_cuda_cast<float>(x[3]));
     }
@@ -226,7 +227,7 @@ static __device__ __forceinline__ float4 fattn_back_load4(const fattn_back_src &
 // the components that share bytes in the 4 and 5 bit types
 template <ggml_type type, bool vec>
 static __device__ __forceinline__ void fattn_back_load8(
-        const fattn_back_src & src, const int64_t offset, const int e, const int D, float4 & lo, float4 & hi) {
+    const fattn_back_src & src, const int64_t offset, const int e, const int D, float4 & lo, float4 & hi) {
     lo = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     hi = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     if constexpr (type == GGML_TYPE_F32 || type == GGML_TYPE_F16 || type == GGML_TYPE_BF16) {
@@ -238,17 +239,17 @@ static __device__ __forceinline__ void fattn_back_load8(
         }
     } else if (e < D) {
         const char * row = src.data + offset;
-        const int ib  = e/32;
-        const int iqs = e%32;
+        const int ib     = e / 32;
+        const int iqs    = e % 32;
         if constexpr (type == GGML_TYPE_Q8_0) {
             const block_q8_0 & b = ((const block_q8_0 *) row)[ib];
-            const float d = b.d;
+            const float d        = b.d;
             char4 ql;
             char4 qh;
             ggml_cuda_memcpy_1<sizeof(ql), 2>(&ql, b.qs + iqs);
             ggml_cuda_memcpy_1<sizeof(qh), 2>(&qh, b.qs + iqs + 16);
-            lo = make_float4(d*ql.x, d*ql.y, d*ql.z, d*ql.w);
-            hi = make_float4(d*qh.x, d*qh.y, d*qh.z, d*qh.w);
+            lo = make_float4(d * ql.x, d * ql.y, d * ql.z, d * ql.w);
+            hi = make_float4(d * qh.x, d * qh.y, d * qh.z, d * qh.w);
         } else {
             float2 x[4];
 #pragma unroll

@@ -5,96 +5,102 @@
 #include "fattn-back-hopper-kernels.cuh"
 
 #define FATTN_BACK_HOPPER_PREP_THREADS 256
-#define FATTN_BACK_HOPPER_COLPART (3*FATTN_BACK_HOPPER_MAX_D + 1)
-#define FATTN_BACK_HOPPER_AMAX_K 8 // exponent of the largest |K - mean| as an operand
-#define FATTN_BACK_HOPPER_NORM_V 6 // exponent of the bound of a row of V - mean; a row of dO has a norm in [1, 2), so that |dP| <= 2^8
+#define FATTN_BACK_HOPPER_COLPART      (3 * FATTN_BACK_HOPPER_MAX_D + 1)
+#define FATTN_BACK_HOPPER_AMAX_K       8 // exponent of the largest |K - mean| as an operand
+#define FATTN_BACK_HOPPER_NORM_V       6 // exponent of the bound of a row of V - mean; a row of dO has a norm in [1, 2), so that |dP| <= 2^8
 
 // State of the tiles, and which keys some row sees. Grid: blocks of 256 keys, query tiles, mask heads * sequences; one thread a key.
 static __global__ void __launch_bounds__(FATTN_BACK_HOPPER_PREP_THREADS) flash_attn_back_hopper_mask_tiles(
-        const __grid_constant__ fattn_back_hopper_params p) {
-    const int key = blockIdx.x*FATTN_BACK_HOPPER_PREP_THREADS + threadIdx.x;
-    const int q0  = blockIdx.y*FATTN_BACK_HOPPER_ROWS;
-    const int nq  = min(FATTN_BACK_HOPPER_ROWS, p.a.N - q0);
-    const char * mask = p.a.mask + (blockIdx.z/p.a.mask_nheads)*p.a.mask_nb_seq + (blockIdx.z % p.a.mask_nheads)*p.a.mask_nb_head +
-        q0*p.a.mask_nb_row + key*(int64_t) sizeof(half);
+    const __grid_constant__ fattn_back_hopper_params p) {
+    const int key     = blockIdx.x * FATTN_BACK_HOPPER_PREP_THREADS + threadIdx.x;
+    const int q0      = blockIdx.y * FATTN_BACK_HOPPER_ROWS;
+    const int nq      = min(FATTN_BACK_HOPPER_ROWS, p.a.N - q0);
+    const char * mask = p.a.mask + (blockIdx.z / p.a.mask_nheads) * p.a.mask_nb_seq + (blockIdx.z % p.a.mask_nheads) * p.a.mask_nb_head +
+        q0 * p.a.mask_nb_row + key * (int64_t) sizeof(half);
 
     bool seen = false;
     bool read = key >= p.a.M;
     if (key < p.a.M) {
 #pragma unroll 16
         for (int i = 0; i < nq; ++i) {
-            const uint16_t x = *(const uint16_t *) (mask + i*p.a.mask_nb_row);
-            seen = seen || x != 0xFC00;       // -inf
-            read = read || (x & 0x7FFF) != 0; // not 0
+            const uint16_t x = *(const uint16_t *) (mask + i * p.a.mask_nb_row);
+            seen             = seen || x != 0xFC00;       // -inf
+            read             = read || (x & 0x7FFF) != 0; // not 0
         }
     }
-    __shared__ uint32_t bits[2][FATTN_BACK_HOPPER_PREP_THREADS/32];
+    __shared__ uint32_t bits[2][FATTN_BACK_HOPPER_PREP_THREADS / 32];
     const uint32_t seen_bits = __ballot_sync(0xFFFFFFFF, seen);
     const uint32_t read_bits = __ballot_sync(0xFFFFFFFF, read);
     if (threadIdx.x % 32 == 0) {
-        bits[0][threadIdx.x/32] = seen_bits;
-        bits[1][threadIdx.x/32] = read_bits;
+        bits[0][threadIdx.x / 32] = seen_bits;
+        bits[1][threadIdx.x / 32] = read_bits;
     }
     __syncthreads();
-    const int kt = blockIdx.x*(FATTN_BACK_HOPPER_PREP_THREADS/FATTN_BACK_HOPPER_ROWS) + threadIdx.x;
-    if (threadIdx.x < FATTN_BACK_HOPPER_PREP_THREADS/FATTN_BACK_HOPPER_ROWS && kt < p.KT) {
-        const int64_t  tile = ((int64_t) blockIdx.z*p.QT + blockIdx.y)*p.KT + kt;
-        const uint64_t s    = (uint64_t) bits[0][2*threadIdx.x + 1] << 32 | bits[0][2*threadIdx.x];
-        const uint64_t r    = (uint64_t) bits[1][2*threadIdx.x + 1] << 32 | bits[1][2*threadIdx.x];
-        p.seen [tile] = s;
-        p.tiles[tile] = s == 0 ? FATTN_BACK_HOPPER_TILE_SKIP : r == 0 ? FATTN_BACK_HOPPER_TILE_FULL : FATTN_BACK_HOPPER_TILE_MIXED;
+    const int kt = blockIdx.x * (FATTN_BACK_HOPPER_PREP_THREADS / FATTN_BACK_HOPPER_ROWS) + threadIdx.x;
+    if (threadIdx.x < FATTN_BACK_HOPPER_PREP_THREADS / FATTN_BACK_HOPPER_ROWS && kt < p.KT) {
+        const int64_t tile = ((int64_t) blockIdx.z * p.QT + blockIdx.y) * p.KT + kt;
+        const uint64_t s   = (uint64_t) bits[0][2 * threadIdx.x + 1] << 32 | bits[0][2 * threadIdx.x];
+        const uint64_t r   = (uint64_t) bits[1][2 * threadIdx.x + 1] << 32 | bits[1][2 * threadIdx.x];
+        p.seen[tile]       = s;
+        p.tiles[tile]      = s == 0 ? FATTN_BACK_HOPPER_TILE_SKIP : r == 0 ? FATTN_BACK_HOPPER_TILE_FULL
+                                                                           : FATTN_BACK_HOPPER_TILE_MIXED;
     }
 }
 
 // Keys that some row sees, under any mask head. Grid: key tiles, mask sequences; the threads share the query tiles.
 static __global__ void __launch_bounds__(32) flash_attn_back_hopper_mask_used(const __grid_constant__ fattn_back_hopper_params p) {
-    const int n = p.a.mask_nheads*p.QT;
+    const int n   = p.a.mask_nheads * p.QT;
     uint64_t used = 0;
     for (int i = threadIdx.x; i < n; i += 32) {
-        used |= p.seen[((int64_t) blockIdx.y*n + i)*p.KT + blockIdx.x];
+        used |= p.seen[((int64_t) blockIdx.y * n + i) * p.KT + blockIdx.x];
     }
     const uint32_t lo = __reduce_or_sync(0xFFFFFFFF, (uint32_t) used);
     const uint32_t hi = __reduce_or_sync(0xFFFFFFFF, (uint32_t) (used >> 32));
     if (threadIdx.x == 0) {
-        p.used[blockIdx.y*p.KT + blockIdx.x] = (uint64_t) hi << 32 | lo;
+        p.used[blockIdx.y * p.KT + blockIdx.x] = (uint64_t) hi << 32 | lo;
     }
 }
 
 static __device__ __forceinline__ bool fattn_back_hopper_used(const fattn_back_hopper_params & p, const int unit, const int key) {
-    return key < p.a.M && (p.used == nullptr ||
-        (p.used[(unit/p.a.Hkv % p.a.mask_nseqs)*p.KT + key/FATTN_BACK_HOPPER_ROWS] >> key % FATTN_BACK_HOPPER_ROWS & 1) != 0);
+    return key < p.a.M && (p.used == nullptr || (p.used[(unit / p.a.Hkv % p.a.mask_nseqs) * p.KT + key / FATTN_BACK_HOPPER_ROWS] >> key % FATTN_BACK_HOPPER_ROWS & 1) != 0);
 }
 
 // A row is loaded by D/8 threads, thread i takes the components [c, c + 4) and [c + 16, c + 20), c = first(i)
 static __device__ __forceinline__ int fattn_back_hopper_first(const int i) {
-    return i/4*32 + i % 4*4;
+    return i / 4 * 32 + i % 4 * 4;
 }
 static __device__ __forceinline__ int fattn_back_hopper_component(const int i, const int j) {
-    return fattn_back_hopper_first(i) + j/4*16 + j % 4;
+    return fattn_back_hopper_first(i) + j / 4 * 16 + j % 4;
 }
 
 template <int D>
 static __device__ __forceinline__ void fattn_back_hopper_load8(
-        const fattn_back_src & src, const int64_t offset, const int i, float (&x)[8]) {
+    const fattn_back_src & src, const int64_t offset, const int i, float (&x)[8]) {
     const int e = fattn_back_hopper_first(i);
     float4 & lo = *(float4 *) (x + 0);
     float4 & hi = *(float4 *) (x + 4);
     switch (src.type) {
         case GGML_TYPE_F32:
-            return src.vec ? fattn_back_load8<GGML_TYPE_F32,  true>(src, offset, e, D, lo, hi)
+            return src.vec ? fattn_back_load8<GGML_TYPE_F32, true>(src, offset, e, D, lo, hi)
                            : fattn_back_load8<GGML_TYPE_F32, false>(src, offset, e, D, lo, hi);
         case GGML_TYPE_F16:
-            return src.vec ? fattn_back_load8<GGML_TYPE_F16,  true>(src, offset, e, D, lo, hi)
+            return src.vec ? fattn_back_load8<GGML_TYPE_F16, true>(src, offset, e, D, lo, hi)
                            : fattn_back_load8<GGML_TYPE_F16, false>(src, offset, e, D, lo, hi);
         case GGML_TYPE_BF16:
-            return src.vec ? fattn_back_load8<GGML_TYPE_BF16,  true>(src, offset, e, D, lo, hi)
+            return src.vec ? fattn_back_load8<GGML_TYPE_BF16, true>(src, offset, e, D, lo, hi)
                            : fattn_back_load8<GGML_TYPE_BF16, false>(src, offset, e, D, lo, hi);
-        case GGML_TYPE_Q8_0: return fattn_back_load8<GGML_TYPE_Q8_0, false>(src, offset, e, D, lo, hi);
-        case GGML_TYPE_Q4_0: return fattn_back_load8<GGML_TYPE_Q4_0, false>(src, offset, e, D, lo, hi);
-        case GGML_TYPE_Q4_1: return fattn_back_load8<GGML_TYPE_Q4_1, false>(src, offset, e, D, lo, hi);
-        case GGML_TYPE_Q5_0: return fattn_back_load8<GGML_TYPE_Q5_0, false>(src, offset, e, D, lo, hi);
-        case GGML_TYPE_Q5_1: return fattn_back_load8<GGML_TYPE_Q5_1, false>(src, offset, e, D, lo, hi);
-        default: break;
+        case GGML_TYPE_Q8_0:
+            return fattn_back_load8<GGML_TYPE_Q8_0, false>(src, offset, e, D, lo, hi);
+        case GGML_TYPE_Q4_0:
+            return fattn_back_load8<GGML_TYPE_Q4_0, false>(src, offset, e, D, lo, hi);
+        case GGML_TYPE_Q4_1:
+            return fattn_back_load8<GGML_TYPE_Q4_1, false>(src, offset, e, D, lo, hi);
+        case GGML_TYPE_Q5_0:
+            return fattn_back_load8<GGML_TYPE_Q5_0, false>(src, offset, e, D, lo, hi);
+        case GGML_TYPE_Q5_1:
+            return fattn_back_load8<GGML_TYPE_Q5_1, false>(src, offset, e, D, lo, hi);
+        default:
+            break;
     }
 }
 
@@ -103,19 +109,19 @@ template <int D, bool split>
 static __device__ __forceinline__ void fattn_back_hopper_store8(half * tile, const int r, const int i, const float (&x)[8]) {
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
-        const int c = fattn_back_hopper_component(i, 4*j);
-        char * dst = (char *) tile + c/64*FATTN_BACK_HOPPER_PANEL + r*128 + ((c % 64/8 ^ r % 8)*16) + c % 8*2;
+        const int c = fattn_back_hopper_component(i, 4 * j);
+        char * dst  = (char *) tile + c / 64 * FATTN_BACK_HOPPER_PANEL + r * 128 + ((c % 64 / 8 ^ r % 8) * 16) + c % 8 * 2;
         half2 y[2];
         half2 z[2];
 #pragma unroll
         for (int k = 0; k < 2; ++k) {
-            const float2 x2 = make_float2(x[4*j + 2*k], x[4*j + 2*k + 1]);
-            y[k] = __floats2half2_rn(x2.x, x2.y);
-            z[k] = __floats2half2_rn(x2.x - __low2float(y[k]), x2.y - __high2float(y[k]));
+            const float2 x2 = make_float2(x[4 * j + 2 * k], x[4 * j + 2 * k + 1]);
+            y[k]            = __floats2half2_rn(x2.x, x2.y);
+            z[k]            = __floats2half2_rn(x2.x - __low2float(y[k]), x2.y - __high2float(y[k]));
         }
         *(uint2 *) dst = *(const uint2 *) y;
         if constexpr (split) {
-            *(uint2 *) (dst + FATTN_BACK_HOPPER_ROWS*D*2) = *(const uint2 *) z;
+            *(uint2 *) (dst + FATTN_BACK_HOPPER_ROWS * D * 2) = *(const uint2 *) z;
         }
     }
 }
@@ -123,40 +129,40 @@ static __device__ __forceinline__ void fattn_back_hopper_store8(half * tile, con
 // Sums, minima and maxima of K's (z = 0) or V's (z = 1) columns over a part of the used keys. Grid: parts, units, 2.
 template <int D>
 static __global__ void __launch_bounds__(FATTN_BACK_HOPPER_PREP_THREADS) flash_attn_back_hopper_columns(
-        const __grid_constant__ fattn_back_hopper_params p) {
-    constexpr int n     = D/8;
-    constexpr int nrows = FATTN_BACK_HOPPER_PREP_THREADS/n;
-    const int unit = p.unit0 + blockIdx.y;
-    const int i    = threadIdx.x % n;
-    const int row  = threadIdx.x / n;
+    const __grid_constant__ fattn_back_hopper_params p) {
+    constexpr int n            = D / 8;
+    constexpr int nrows        = FATTN_BACK_HOPPER_PREP_THREADS / n;
+    const int unit             = p.unit0 + blockIdx.y;
+    const int i                = threadIdx.x % n;
+    const int row              = threadIdx.x / n;
     const fattn_back_src & src = blockIdx.z == 0 ? p.a.k : p.a.v;
-    const int key0 = (int) ((int64_t) p.a.M* blockIdx.x     /p.nparts);
-    const int key1 = (int) ((int64_t) p.a.M*(blockIdx.x + 1)/p.nparts);
+    const int key0             = (int) ((int64_t) p.a.M * blockIdx.x / p.nparts);
+    const int key1             = (int) ((int64_t) p.a.M * (blockIdx.x + 1) / p.nparts);
 
     float x[3][8];
     int count = 0;
 #pragma unroll
     for (int c = 0; c < 8; ++c) {
         x[0][c] = 0.0f;
-        x[1][c] =  INFINITY;
+        x[1][c] = INFINITY;
         x[2][c] = -INFINITY;
     }
 #pragma unroll 4
     for (int key = key0 + row; key < key1; key += nrows) {
         const bool used = fattn_back_hopper_used(p, unit, key);
         float y[8];
-        fattn_back_hopper_load8<D>(src, src.offset(key, unit % p.a.Hkv, unit/p.a.Hkv), i, y);
+        fattn_back_hopper_load8<D>(src, src.offset(key, unit % p.a.Hkv, unit / p.a.Hkv), i, y);
 #pragma unroll
         for (int c = 0; c < 8; ++c) {
             x[0][c] += used ? y[c] : 0.0f;
-            x[1][c]  = fminf(x[1][c], used ? y[c] :  INFINITY);
-            x[2][c]  = fmaxf(x[2][c], used ? y[c] : -INFINITY);
+            x[1][c] = fminf(x[1][c], used ? y[c] : INFINITY);
+            x[2][c] = fmaxf(x[2][c], used ? y[c] : -INFINITY);
         }
         count += used;
     }
 
     __shared__ float red[FATTN_BACK_HOPPER_PREP_THREADS][9];
-    float * dst = p.colparts + (((int64_t) blockIdx.y*2 + blockIdx.z)*p.nparts + blockIdx.x)*FATTN_BACK_HOPPER_COLPART;
+    float * dst         = p.colparts + (((int64_t) blockIdx.y * 2 + blockIdx.z) * p.nparts + blockIdx.x) * FATTN_BACK_HOPPER_COLPART;
     red[threadIdx.x][8] = count;
 #pragma unroll
     for (int what = 0; what < 3; ++what) {
@@ -168,20 +174,21 @@ static __global__ void __launch_bounds__(FATTN_BACK_HOPPER_PREP_THREADS) flash_a
         __syncthreads();
         if (threadIdx.x < D) {
             const int j = threadIdx.x;
-            float y = red[j/8][j % 8];
+            float y     = red[j / 8][j % 8];
             for (int r = 1; r < nrows; ++r) {
-                const float z = red[r*n + j/8][j % 8];
-                y = what == 0 ? y + z : what == 1 ? fminf(y, z) : fmaxf(y, z);
+                const float z = red[r * n + j / 8][j % 8];
+                y             = what == 0 ? y + z : what == 1 ? fminf(y, z)
+                                                              : fmaxf(y, z);
             }
-            dst[what*FATTN_BACK_HOPPER_MAX_D + fattn_back_hopper_component(j/8, j % 8)] = y;
+            dst[what * FATTN_BACK_HOPPER_MAX_D + fattn_back_hopper_component(j / 8, j % 8)] = y;
         }
     }
     if (threadIdx.x == 0) {
         float y = 0.0f;
         for (int r = 0; r < nrows; ++r) {
-            y += red[r*n][8];
+            y += red[r * n][8];
         }
-        dst[3*FATTN_BACK_HOPPER_MAX_D] = y;
+        dst[3 * FATTN_BACK_HOPPER_MAX_D] = y;
     }
 }
 
@@ -191,11 +198,11 @@ static __device__ __forceinline__ float fattn_back_hopper_block_reduce(float x, 
     x = is_max ? warp_reduce_max(x) : warp_reduce_sum(x);
     __syncthreads();
     if (threadIdx.x % 32 == 0) {
-        red[threadIdx.x/32] = x;
+        red[threadIdx.x / 32] = x;
     }
     __syncthreads();
     x = red[0];
-    for (int i = 1; i < blockDim.x/32; ++i) {
+    for (int i = 1; i < blockDim.x / 32; ++i) {
         x = is_max ? fmaxf(x, red[i]) : x + red[i];
     }
     return x;
@@ -207,46 +214,46 @@ static __device__ __forceinline__ float fattn_back_hopper_pow2(const float x, co
 }
 
 // Means of the columns of K (y = 0) and V (y = 1), and their scales. Grid: units, 2; four threads a column.
-static __global__ void __launch_bounds__(4*FATTN_BACK_HOPPER_MAX_D) flash_attn_back_hopper_means(
-        const __grid_constant__ fattn_back_hopper_params p, const int D) {
-    const int  col  = threadIdx.x % FATTN_BACK_HOPPER_MAX_D;
-    const bool is_v = blockIdx.y == 1;
-    const float * src = p.colparts + ((int64_t) blockIdx.x*2 + blockIdx.y)*p.nparts*FATTN_BACK_HOPPER_COLPART;
+static __global__ void __launch_bounds__(4 * FATTN_BACK_HOPPER_MAX_D) flash_attn_back_hopper_means(
+    const __grid_constant__ fattn_back_hopper_params p, const int D) {
+    const int col     = threadIdx.x % FATTN_BACK_HOPPER_MAX_D;
+    const bool is_v   = blockIdx.y == 1;
+    const float * src = p.colparts + ((int64_t) blockIdx.x * 2 + blockIdx.y) * p.nparts * FATTN_BACK_HOPPER_COLPART;
     __shared__ float4 red[4][FATTN_BACK_HOPPER_MAX_D]; // sum, number, minimum, maximum
     float4 x = make_float4(0.0f, 0.0f, INFINITY, -INFINITY);
     if (col < D) {
 #pragma unroll 4
-        for (int i = threadIdx.x/FATTN_BACK_HOPPER_MAX_D; i < p.nparts; i += 4) {
-            const float * part = src + (int64_t) i*FATTN_BACK_HOPPER_COLPART;
+        for (int i = threadIdx.x / FATTN_BACK_HOPPER_MAX_D; i < p.nparts; i += 4) {
+            const float * part = src + (int64_t) i * FATTN_BACK_HOPPER_COLPART;
             x.x += part[col];
-            x.y += part[3*FATTN_BACK_HOPPER_MAX_D];
-            x.z  = fminf(x.z, part[1*FATTN_BACK_HOPPER_MAX_D + col]);
-            x.w  = fmaxf(x.w, part[2*FATTN_BACK_HOPPER_MAX_D + col]);
+            x.y += part[3 * FATTN_BACK_HOPPER_MAX_D];
+            x.z = fminf(x.z, part[1 * FATTN_BACK_HOPPER_MAX_D + col]);
+            x.w = fmaxf(x.w, part[2 * FATTN_BACK_HOPPER_MAX_D + col]);
         }
     }
-    red[threadIdx.x/FATTN_BACK_HOPPER_MAX_D][col] = x;
+    red[threadIdx.x / FATTN_BACK_HOPPER_MAX_D][col] = x;
     __syncthreads();
     x = red[0][col];
     for (int i = 1; i < 4; ++i) {
         const float4 y = red[i][col];
-        x = make_float4(x.x + y.x, x.y + y.y, fminf(x.z, y.z), fmaxf(x.w, y.w));
+        x              = make_float4(x.x + y.x, x.y + y.y, fminf(x.z, y.z), fmaxf(x.w, y.w));
     }
-    const float mean = x.y > 0.0f ? x.x/x.y : 0.0f;
+    const float mean = x.y > 0.0f ? x.x / x.y : 0.0f;
     const float dev  = x.y > 0.0f ? fmaxf(x.w - mean, mean - x.z) : 0.0f;
     if (threadIdx.x < FATTN_BACK_HOPPER_MAX_D) {
-        (is_v ? p.mean_v : p.mean_k)[(int64_t) (p.unit0 + blockIdx.x)*FATTN_BACK_HOPPER_MAX_D + col] = mean;
+        (is_v ? p.mean_v : p.mean_k)[(int64_t) (p.unit0 + blockIdx.x) * FATTN_BACK_HOPPER_MAX_D + col] = mean;
     }
     // with sinks D has a part as large as dO . mean(V)
     const float size = is_v && p.a.sinks != nullptr ? fmaxf(dev, fabsf(mean)) : dev;
     const float amax = fattn_back_hopper_block_reduce(size, true);
-    const float rel  = amax > 0.0f && threadIdx.x < FATTN_BACK_HOPPER_MAX_D ? size/amax : 0.0f;
-    const float norm = amax*sqrtf(fattn_back_hopper_block_reduce(rel*rel, false));
+    const float rel  = amax > 0.0f && threadIdx.x < FATTN_BACK_HOPPER_MAX_D ? size / amax : 0.0f;
+    const float norm = amax * sqrtf(fattn_back_hopper_block_reduce(rel * rel, false));
     if (threadIdx.x == 0) {
         p.large[p.unit0 + blockIdx.x] = 0;
         if (is_v) {
             p.scale[p.unit0 + blockIdx.x].z = norm > 0.0f ? fattn_back_hopper_pow2(norm, FATTN_BACK_HOPPER_NORM_V) : 1.0f;
         } else {
-            const float scale = amax > 0.0f ? fattn_back_hopper_pow2(amax, FATTN_BACK_HOPPER_AMAX_K) : 1.0f;
+            const float scale               = amax > 0.0f ? fattn_back_hopper_pow2(amax, FATTN_BACK_HOPPER_AMAX_K) : 1.0f;
             p.scale[p.unit0 + blockIdx.x].y = copysignf(scale, p.a.scale);
         }
     }
@@ -257,34 +264,34 @@ static __global__ void __launch_bounds__(4*FATTN_BACK_HOPPER_MAX_D) flash_attn_b
 // rows ask for it.
 template <int D, bool split>
 static __global__ void __launch_bounds__(FATTN_BACK_HOPPER_PREP_THREADS) flash_attn_back_hopper_convert(
-        const __grid_constant__ fattn_back_hopper_params p) {
-    constexpr int n = D/8;
-    constexpr int size1 = FATTN_BACK_HOPPER_ROWS*D*(split ? 2 : 1);
-    const int i = threadIdx.x % n;
-    if (blockIdx.y < 2*p.units) {
-        const bool is_v  = blockIdx.y >= p.units;
-        const int  lunit = blockIdx.y - (is_v ? p.units : 0);
+    const __grid_constant__ fattn_back_hopper_params p) {
+    constexpr int n     = D / 8;
+    constexpr int size1 = FATTN_BACK_HOPPER_ROWS * D * (split ? 2 : 1);
+    const int i         = threadIdx.x % n;
+    if (blockIdx.y < 2 * p.units) {
+        const bool is_v = blockIdx.y >= p.units;
+        const int lunit = blockIdx.y - (is_v ? p.units : 0);
         if (blockIdx.x >= p.KT || (split && !fattn_back_hopper_large(p, lunit))) {
             return;
         }
-        const int  unit  = p.unit0 + lunit;
+        const int unit             = p.unit0 + lunit;
         const fattn_back_src & src = is_v ? p.a.v : p.a.k;
-        const float scale = is_v ? p.scale[p.unit0 + lunit].z : p.scale[p.unit0 + lunit].y;
-        half * tile = (is_v ? p.v : p.k) + ((int64_t) lunit*p.KT + blockIdx.x)*(is_v ? FATTN_BACK_HOPPER_ROWS*D : size1);
+        const float scale          = is_v ? p.scale[p.unit0 + lunit].z : p.scale[p.unit0 + lunit].y;
+        half * tile                = (is_v ? p.v : p.k) + ((int64_t) lunit * p.KT + blockIdx.x) * (is_v ? FATTN_BACK_HOPPER_ROWS * D : size1);
         float mean[8];
 #pragma unroll
         for (int c = 0; c < 8; ++c) {
-            mean[c] = (is_v ? p.mean_v : p.mean_k)[(int64_t) (p.unit0 + lunit)*FATTN_BACK_HOPPER_MAX_D + fattn_back_hopper_component(i, c)];
+            mean[c] = (is_v ? p.mean_v : p.mean_k)[(int64_t) (p.unit0 + lunit) * FATTN_BACK_HOPPER_MAX_D + fattn_back_hopper_component(i, c)];
         }
 #pragma unroll 2
-        for (int r = threadIdx.x/n; r < FATTN_BACK_HOPPER_ROWS; r += FATTN_BACK_HOPPER_PREP_THREADS/n) {
-            const int  key  = blockIdx.x*FATTN_BACK_HOPPER_ROWS + r;
+        for (int r = threadIdx.x / n; r < FATTN_BACK_HOPPER_ROWS; r += FATTN_BACK_HOPPER_PREP_THREADS / n) {
+            const int key   = blockIdx.x * FATTN_BACK_HOPPER_ROWS + r;
             const bool used = fattn_back_hopper_used(p, unit, key);
             float x[8];
-            fattn_back_hopper_load8<D>(src, src.offset(min(key, p.a.M - 1), unit % p.a.Hkv, unit/p.a.Hkv), i, x);
+            fattn_back_hopper_load8<D>(src, src.offset(min(key, p.a.M - 1), unit % p.a.Hkv, unit / p.a.Hkv), i, x);
 #pragma unroll
             for (int c = 0; c < 8; ++c) {
-                x[c] = used ? (x[c] - mean[c])*scale : 0.0f;
+                x[c] = used ? (x[c] - mean[c]) * scale : 0.0f;
             }
             if (is_v) {
                 fattn_back_hopper_store8<D, false>(tile, r, i, x);
@@ -295,36 +302,36 @@ static __global__ void __launch_bounds__(FATTN_BACK_HOPPER_PREP_THREADS) flash_a
         return;
     }
 
-    const int lhead = blockIdx.y - 2*p.units;
-    const int lunit = lhead/p.a.G;
+    const int lhead = blockIdx.y - 2 * p.units;
+    const int lunit = lhead / p.a.G;
     if (blockIdx.x >= p.QT || (split && !fattn_back_hopper_large(p, lunit))) {
         return;
     }
-    const int h = fattn_back_hopper_head(p, lhead);
-    const int s = fattn_back_hopper_seq (p, lhead);
-    const int64_t tile = (int64_t) lhead*p.QT + blockIdx.x;
-    const float   sq   = split ? p.scale[p.unit0 + lunit].x : 1.0f; // known when the unit comes again
+    const int h        = fattn_back_hopper_head(p, lhead);
+    const int s        = fattn_back_hopper_seq(p, lhead);
+    const int64_t tile = (int64_t) lhead * p.QT + blockIdx.x;
+    const float sq     = split ? p.scale[p.unit0 + lunit].x : 1.0f; // known when the unit comes again
     float mean_k[8];
     float mean_v[8];
 #pragma unroll
     for (int c = 0; c < 8; ++c) {
-        mean_k[c] = p.mean_k[(int64_t) (p.unit0 + lunit)*FATTN_BACK_HOPPER_MAX_D + fattn_back_hopper_component(i, c)];
-        mean_v[c] = p.mean_v[(int64_t) (p.unit0 + lunit)*FATTN_BACK_HOPPER_MAX_D + fattn_back_hopper_component(i, c)];
+        mean_k[c] = p.mean_k[(int64_t) (p.unit0 + lunit) * FATTN_BACK_HOPPER_MAX_D + fattn_back_hopper_component(i, c)];
+        mean_v[c] = p.mean_v[(int64_t) (p.unit0 + lunit) * FATTN_BACK_HOPPER_MAX_D + fattn_back_hopper_component(i, c)];
     }
     float qmax = 0.0f;
     float omax = 0.0f;
 #pragma unroll 2
-    for (int r = threadIdx.x/n; r < FATTN_BACK_HOPPER_ROWS; r += FATTN_BACK_HOPPER_PREP_THREADS/n) {
-        const int q = blockIdx.x*FATTN_BACK_HOPPER_ROWS + r;
-        float x[8] = { 0.0f };
-        float y[8] = { 0.0f };
+    for (int r = threadIdx.x / n; r < FATTN_BACK_HOPPER_ROWS; r += FATTN_BACK_HOPPER_PREP_THREADS / n) {
+        const int q = blockIdx.x * FATTN_BACK_HOPPER_ROWS + r;
+        float x[8]  = { 0.0f };
+        float y[8]  = { 0.0f };
         if (q < p.a.N) {
-            fattn_back_hopper_load8<D>(p.a.q,  p.a.q .offset(q, h, s), i, x);
+            fattn_back_hopper_load8<D>(p.a.q, p.a.q.offset(q, h, s), i, x);
             fattn_back_hopper_load8<D>(p.a.dO, p.a.dO.offset(q, h, s), i, y);
         }
         float amax = 0.0f;
-        float qk = 0.0f;
-        float ov = 0.0f;
+        float qk   = 0.0f;
+        float ov   = 0.0f;
 #pragma unroll
         for (int c = 0; c < 8; ++c) {
             qmax = fmaxf(qmax, fabsf(x[c]));
@@ -332,16 +339,16 @@ static __global__ void __launch_bounds__(FATTN_BACK_HOPPER_PREP_THREADS) flash_a
             qk   = fmaf(x[c], mean_k[c], qk);
             ov   = fmaf(y[c], mean_v[c], ov);
         }
-        amax = warp_reduce_max<n>(amax);
-        const float inv = amax > 0.0f ? 1.0f/amax : 0.0f;
-        float norm2 = 0.0f;
+        amax            = warp_reduce_max<n>(amax);
+        const float inv = amax > 0.0f ? 1.0f / amax : 0.0f;
+        float norm2     = 0.0f;
 #pragma unroll
         for (int c = 0; c < 8; ++c) {
-            norm2 += y[c]*inv*y[c]*inv;
+            norm2 += y[c] * inv * y[c] * inv;
         }
-        qk = warp_reduce_sum<n>(qk);
-        ov = warp_reduce_sum<n>(ov);
-        const float norm = amax*sqrtf(warp_reduce_sum<n>(norm2));
+        qk               = warp_reduce_sum<n>(qk);
+        ov               = warp_reduce_sum<n>(ov);
+        const float norm = amax * sqrtf(warp_reduce_sum<n>(norm2));
         const float w    = fattn_back_hopper_pow2(norm, 0); // the largest power for a row of zeros, which then weighs nothing
 #pragma unroll
         for (int c = 0; c < 8; ++c) {
@@ -349,38 +356,38 @@ static __global__ void __launch_bounds__(FATTN_BACK_HOPPER_PREP_THREADS) flash_a
         }
         omax = fmaxf(omax, norm);
         if (i == 0) {
-            p.rows[tile*FATTN_BACK_HOPPER_ROWS + r] = make_float4(qk, ov, w, 0.0f);
+            p.rows[tile * FATTN_BACK_HOPPER_ROWS + r] = make_float4(qk, ov, w, 0.0f);
         }
 #pragma unroll
         for (int c = 0; c < 8; ++c) {
             x[c] *= sq;
         }
-        fattn_back_hopper_store8<D, split>(p.q  + tile*size1,                     r, i, x);
-        fattn_back_hopper_store8<D, false>(p.dO + tile*FATTN_BACK_HOPPER_ROWS*D, r, i, y);
+        fattn_back_hopper_store8<D, split>(p.q + tile * size1, r, i, x);
+        fattn_back_hopper_store8<D, false>(p.dO + tile * FATTN_BACK_HOPPER_ROWS * D, r, i, y);
     }
     qmax = fattn_back_hopper_block_reduce(qmax, true);
     omax = fattn_back_hopper_block_reduce(omax, true);
     if (threadIdx.x == 0) {
-        p.rowparts[(int64_t) lhead*p.QT + blockIdx.x] = make_float2(qmax, omax);
+        p.rowparts[(int64_t) lhead * p.QT + blockIdx.x] = make_float2(qmax, omax);
     }
 }
 
 // The scales of a unit's Q and dO; tiles of Q again where the values are out of the range that fp16 holds well. Grid: query tiles, heads.
 template <int D>
 static __global__ void __launch_bounds__(FATTN_BACK_HOPPER_PREP_THREADS) flash_attn_back_hopper_rescale(
-        const __grid_constant__ fattn_back_hopper_params p) {
-    constexpr int n = D/8;
-    const int lunit = blockIdx.y/p.a.G;
-    float qmax = 0.0f;
-    float omax = 0.0f;
-    for (int64_t i = threadIdx.x; i < p.a.G*p.QT; i += FATTN_BACK_HOPPER_PREP_THREADS) {
-        const float2 x = p.rowparts[(int64_t) lunit*p.a.G*p.QT + i];
-        qmax = fmaxf(qmax, x.x);
-        omax = fmaxf(omax, x.y);
+    const __grid_constant__ fattn_back_hopper_params p) {
+    constexpr int n = D / 8;
+    const int lunit = blockIdx.y / p.a.G;
+    float qmax      = 0.0f;
+    float omax      = 0.0f;
+    for (int64_t i = threadIdx.x; i < p.a.G * p.QT; i += FATTN_BACK_HOPPER_PREP_THREADS) {
+        const float2 x = p.rowparts[(int64_t) lunit * p.a.G * p.QT + i];
+        qmax           = fmaxf(qmax, x.x);
+        omax           = fmaxf(omax, x.y);
     }
-    qmax = fattn_back_hopper_block_reduce(qmax, true);
-    omax = fattn_back_hopper_block_reduce(omax, true);
-    const bool  good  = qmax == 0.0f || (qmax >= 0x1p-6f && qmax < 0x1p15f);
+    qmax              = fattn_back_hopper_block_reduce(qmax, true);
+    omax              = fattn_back_hopper_block_reduce(omax, true);
+    const bool good   = qmax == 0.0f || (qmax >= 0x1p-6f && qmax < 0x1p15f);
     const float scale = good ? 1.0f : fattn_back_hopper_pow2(qmax, FATTN_BACK_HOPPER_AMAX_K);
     if (blockIdx.x == 0 && blockIdx.y % p.a.G == 0 && threadIdx.x == 0) {
         p.scale[p.unit0 + lunit].x = scale;
@@ -391,10 +398,10 @@ static __global__ void __launch_bounds__(FATTN_BACK_HOPPER_PREP_THREADS) flash_a
     }
     const int i = threadIdx.x % n;
     const int h = fattn_back_hopper_head(p, blockIdx.y);
-    const int s = fattn_back_hopper_seq (p, blockIdx.y);
-    for (int r = threadIdx.x/n; r < FATTN_BACK_HOPPER_ROWS; r += FATTN_BACK_HOPPER_PREP_THREADS/n) {
-        const int q = blockIdx.x*FATTN_BACK_HOPPER_ROWS + r;
-        float x[8] = { 0.0f };
+    const int s = fattn_back_hopper_seq(p, blockIdx.y);
+    for (int r = threadIdx.x / n; r < FATTN_BACK_HOPPER_ROWS; r += FATTN_BACK_HOPPER_PREP_THREADS / n) {
+        const int q = blockIdx.x * FATTN_BACK_HOPPER_ROWS + r;
+        float x[8]  = { 0.0f };
         if (q < p.a.N) {
             fattn_back_hopper_load8<D>(p.a.q, p.a.q.offset(q, h, s), i, x);
         }
@@ -402,20 +409,20 @@ static __global__ void __launch_bounds__(FATTN_BACK_HOPPER_PREP_THREADS) flash_a
         for (int c = 0; c < 8; ++c) {
             x[c] *= scale;
         }
-        fattn_back_hopper_store8<D, false>(p.q + ((int64_t) blockIdx.y*p.QT + blockIdx.x)*FATTN_BACK_HOPPER_ROWS*D, r, i, x);
+        fattn_back_hopper_store8<D, false>(p.q + ((int64_t) blockIdx.y * p.QT + blockIdx.x) * FATTN_BACK_HOPPER_ROWS * D, r, i, x);
     }
 }
 
 // dSinks from LSE and D. Grid: heads.
 static __global__ void __launch_bounds__(FATTN_BACK_HOPPER_PREP_THREADS) flash_attn_back_hopper_sinks(
-        const __grid_constant__ fattn_back_hopper_params p) {
-    const int   h    = blockIdx.x;
+    const __grid_constant__ fattn_back_hopper_params p) {
+    const int h      = blockIdx.x;
     const float sink = p.a.sinks[h];
-    float sum = 0.0f;
+    float sum        = 0.0f;
     for (int s = 0; s < p.a.S; ++s) {
         for (int q = threadIdx.x; q < p.a.N; q += FATTN_BACK_HOPPER_PREP_THREADS) {
             const int64_t row = p.a.row(q, h, s);
-            sum -= expf(sink - p.a.LSE[row])*p.a.D[row];
+            sum -= expf(sink - p.a.LSE[row]) * p.a.D[row];
         }
     }
     sum = fattn_back_hopper_block_reduce(sum, false);

@@ -10,7 +10,7 @@
 #include <cstdint>
 #include <type_traits>
 
-static constexpr int FATTN_BACK_HOPPER_PANEL = 64*128; // bytes
+static constexpr int FATTN_BACK_HOPPER_PANEL = 64 * 128; // bytes
 
 static __device__ __forceinline__ uint32_t hopper_smem(const void * p) {
     return (uint32_t) __cvta_generic_to_shared(p);
@@ -19,7 +19,7 @@ static __device__ __forceinline__ uint32_t hopper_smem(const void * p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
 static __device__ __forceinline__ void hopper_barrier_init(const uint32_t bar, const int count) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(bar), "r"(count) : "memory");
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(count) : "memory");
 }
 
 // makes initialised barriers visible to the copy engine
@@ -28,11 +28,11 @@ static __device__ __forceinline__ void hopper_barrier_init_done() {
 }
 
 static __device__ __forceinline__ void hopper_barrier_arrive(const uint32_t bar) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(bar) : "memory");
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory");
 }
 
 static __device__ __forceinline__ void hopper_barrier_expect(const uint32_t bar, const uint32_t bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(bar), "r"(bytes) : "memory");
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes) : "memory");
 }
 
 static __device__ __forceinline__ bool hopper_barrier_try(const uint32_t bar, const uint32_t parity) {
@@ -54,18 +54,17 @@ static __device__ __forceinline__ void hopper_barrier_wait(const uint32_t bar, c
 
 // copies bytes (a multiple of 16) that complete on the barrier
 static __device__ __forceinline__ void hopper_load(const uint32_t dst, const void * src, const uint32_t bytes, const uint32_t bar) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-        :: "r"(dst), "l"(src), "r"(bytes), "r"(bar) : "memory");
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(dst), "l"(src), "r"(bytes), "r"(bar) : "memory");
 }
 
 template <int n>
 static __device__ __forceinline__ void hopper_registers_inc() {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(n));
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(n));
 }
 
 template <int n>
 static __device__ __forceinline__ void hopper_registers_dec() {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(n));
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(n));
 }
 
 // descriptor of a tile: 128-byte swizzle, 1024 bytes between groups of 8 rows, one panel between groups of 64 columns
@@ -76,10 +75,10 @@ static __device__ __forceinline__ uint64_t hopper_desc(const uint32_t tile) {
 
 // descriptor steps along the summed dimension, 16 elements each
 static __device__ __forceinline__ constexpr uint64_t hopper_step_rows(const int k) { // columns are summed
-    return ((k/4)*FATTN_BACK_HOPPER_PANEL + (k%4)*32) >> 4;
+    return ((k / 4) * FATTN_BACK_HOPPER_PANEL + (k % 4) * 32) >> 4;
 }
 static __device__ __forceinline__ constexpr uint64_t hopper_step_cols(const int k) { // rows are summed
-    return (k*16*128) >> 4;
+    return (k * 16 * 128) >> 4;
 }
 
 // before the first wgmma and after registers that it reads or writes were touched
@@ -94,7 +93,7 @@ static __device__ __forceinline__ void hopper_wgmma_commit() {
 // waits until at most n groups are in flight
 template <int n>
 static __device__ __forceinline__ void hopper_wgmma_wait() {
-    asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(n) : "memory");
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(n) : "memory");
 }
 
 // keeps the compiler from moving uses of registers across the waits that order them
@@ -103,9 +102,9 @@ static __device__ __forceinline__ void hopper_pin(T (&x)[n]) {
 #pragma unroll
     for (int i = 0; i < n; ++i) {
         if constexpr (std::is_same_v<T, float>) {
-            asm volatile("" : "+f"(x[i]) :: "memory");
+            asm volatile("" : "+f"(x[i])::"memory");
         } else {
-            asm volatile("" : "+r"(x[i]) :: "memory");
+            asm volatile("" : "+r"(x[i])::"memory");
         }
     }
 }
@@ -120,10 +119,12 @@ static __device__ __forceinline__ void hopper_pin(T (&x)[n]) {
 #define HOPPER_REGS_32 \
     "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
     "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-#define HOPPER_REGS_64 HOPPER_REGS_32 \
+#define HOPPER_REGS_64 \
+    HOPPER_REGS_32 \
     ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
     "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-#define HOPPER_REGS_128 HOPPER_REGS_64 \
+#define HOPPER_REGS_128 \
+    HOPPER_REGS_64 \
     ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, " \
     "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, " \
     "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, " \
@@ -174,16 +175,16 @@ static __device__ __forceinline__ void hopper_wgmma(float (&d)[R], const uint32_
             : HOPPER_ACC_64("+f", d, 0) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
     } else {
         asm volatile("wgmma.mma_async.sync.aligned.m64n256k16.f32.f16.f16 {" HOPPER_REGS_128 "}, "
-            "{%128, %129, %130, %131}, %132, 1, 1, 1, 1;\n"
+                     "{%128, %129, %130, %131}, %132, 1, 1, 1, 1;\n"
             : HOPPER_ACC_128("+f", d, 0) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
     }
 }
 
 // operand of the k-th step along the columns, rows 16*warp to 16*warp + 15 of a tile
 static __device__ __forceinline__ void hopper_load_rows(uint32_t * a, const uint32_t tile, const int k) {
-    const int lane = threadIdx.x % 32;
-    const int row  = threadIdx.x % 128/32*16 + lane % 16;
-    const uint32_t addr = tile + k/4*FATTN_BACK_HOPPER_PANEL + row*128 + ((2*(k % 4) + lane/16) ^ row % 8)*16;
+    const int lane      = threadIdx.x % 32;
+    const int row       = threadIdx.x % 128 / 32 * 16 + lane % 16;
+    const uint32_t addr = tile + k / 4 * FATTN_BACK_HOPPER_PANEL + row * 128 + ((2 * (k % 4) + lane / 16) ^ row % 8) * 16;
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
         : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3]) : "r"(addr) : "memory");
 }

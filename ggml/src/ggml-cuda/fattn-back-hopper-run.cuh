@@ -4,56 +4,56 @@
 
 #include "fattn-back-hopper-prep.cuh"
 
-#define FATTN_BACK_HOPPER_BAND (40 << 20) // bytes of streamed operands that blocks which run side by side may share
+#define FATTN_BACK_HOPPER_BAND   (40 << 20) // bytes of streamed operands that blocks which run side by side may share
 #define FATTN_BACK_HOPPER_BLOCKS 1024     // tiles whose blocks finish at much the same time in any order
 
 // a pass takes as many units as the workspace holds; first all units, then again those that need a split S
 struct fattn_back_hopper_plan {
     fattn_back_hopper_params p;
-    bool   always_split; // GGML_PREC_F32
-    int    units[2];     // of a pass, not split and split
+    bool always_split; // GGML_PREC_F32
+    int units[2];     // of a pass, not split and split
     size_t size;         // of the workspace, 0: one unit does not fit
 };
 
 // places the arrays in the workspace, returns its size; base may be NULL
 static size_t fattn_back_hopper_layout(fattn_back_hopper_params & p, char * base, const int units, const bool split) {
-    size_t size = 0;
+    size_t size     = 0;
     const auto take = [&](auto *& ptr, const int64_t n) {
         ptr = (std::remove_reference_t<decltype(ptr)>) (base + size);
-        size += GGML_PAD(n*sizeof(*ptr), 1024);
+        size += GGML_PAD(n * sizeof(*ptr), 1024);
     };
-    const int64_t heads = (int64_t) units*p.a.G;
-    const int64_t total = (int64_t) p.a.S*p.a.Hkv;
+    const int64_t heads = (int64_t) units * p.a.G;
+    const int64_t total = (int64_t) p.a.S * p.a.Hkv;
     if (p.a.mask != nullptr) {
-        const int64_t n = (int64_t) p.a.mask_nseqs*p.a.mask_nheads*p.QT*p.KT;
+        const int64_t n = (int64_t) p.a.mask_nseqs * p.a.mask_nheads * p.QT * p.KT;
         take(p.tiles, n);
-        take(p.seen,  n);
-        take(p.used,  (int64_t) p.a.mask_nseqs*p.KT);
+        take(p.seen, n);
+        take(p.used, (int64_t) p.a.mask_nseqs * p.KT);
     }
-    take(p.mean_k,   total*FATTN_BACK_HOPPER_MAX_D);
-    take(p.mean_v,   total*FATTN_BACK_HOPPER_MAX_D);
-    take(p.scale,    total);
-    take(p.large,    total);
-    take(p.colparts, (int64_t) units*2*p.nparts*FATTN_BACK_HOPPER_COLPART);
-    take(p.rowparts, heads*p.QT);
-    take(p.k,        (int64_t) units*p.KT*FATTN_BACK_HOPPER_ROWS*p.a.Dk*(split ? 2 : 1));
-    take(p.v,        (int64_t) units*p.KT*FATTN_BACK_HOPPER_ROWS*p.a.Dv);
-    take(p.q,        heads*p.QT*FATTN_BACK_HOPPER_ROWS*p.a.Dk*(split ? 2 : 1));
-    take(p.dO,       heads*p.QT*FATTN_BACK_HOPPER_ROWS*p.a.Dv);
-    take(p.rows,     heads*p.QT*FATTN_BACK_HOPPER_ROWS);
-    take(p.stat,     heads*p.QT*FATTN_BACK_HOPPER_ROWS*2);
+    take(p.mean_k, total * FATTN_BACK_HOPPER_MAX_D);
+    take(p.mean_v, total * FATTN_BACK_HOPPER_MAX_D);
+    take(p.scale, total);
+    take(p.large, total);
+    take(p.colparts, (int64_t) units * 2 * p.nparts * FATTN_BACK_HOPPER_COLPART);
+    take(p.rowparts, heads * p.QT);
+    take(p.k, (int64_t) units * p.KT * FATTN_BACK_HOPPER_ROWS * p.a.Dk * (split ? 2 : 1));
+    take(p.v, (int64_t) units * p.KT * FATTN_BACK_HOPPER_ROWS * p.a.Dv);
+    take(p.q, heads * p.QT * FATTN_BACK_HOPPER_ROWS * p.a.Dk * (split ? 2 : 1));
+    take(p.dO, heads * p.QT * FATTN_BACK_HOPPER_ROWS * p.a.Dv);
+    take(p.rows, heads * p.QT * FATTN_BACK_HOPPER_ROWS);
+    take(p.stat, heads * p.QT * FATTN_BACK_HOPPER_ROWS * 2);
     return size;
 }
 
 static fattn_back_hopper_plan fattn_back_hopper_make_plan(const fattn_back_args & args, const bool always_split, const size_t limit) {
-    fattn_back_hopper_plan plan = {};
+    fattn_back_hopper_plan plan  = {};
     fattn_back_hopper_params & p = plan.p;
-    p.a  = args;
-    p.QT = (args.N + FATTN_BACK_HOPPER_ROWS - 1)/FATTN_BACK_HOPPER_ROWS;
-    p.KT = (args.M + FATTN_BACK_HOPPER_ROWS - 1)/FATTN_BACK_HOPPER_ROWS;
-    p.nparts = std::min(512, p.KT);
-    plan.always_split = always_split;
-    const int total = args.S*args.Hkv;
+    p.a                          = args;
+    p.QT                         = (args.N + FATTN_BACK_HOPPER_ROWS - 1) / FATTN_BACK_HOPPER_ROWS;
+    p.KT                         = (args.M + FATTN_BACK_HOPPER_ROWS - 1) / FATTN_BACK_HOPPER_ROWS;
+    p.nparts                     = std::min(512, p.KT);
+    plan.always_split            = always_split;
+    const int total              = args.S * args.Hkv;
     for (int split = 0; split < 2; ++split) {
         int passes = 0;
         size_t size;
@@ -63,8 +63,8 @@ static fattn_back_hopper_plan fattn_back_hopper_make_plan(const fattn_back_args 
                 return plan;
             }
             passes++;
-            plan.units[split] = (total + passes - 1)/passes;
-            size = fattn_back_hopper_layout(p, nullptr, plan.units[split], split != 0);
+            plan.units[split] = (total + passes - 1) / passes;
+            size              = fattn_back_hopper_layout(p, nullptr, plan.units[split], split != 0);
         } while (size > limit);
         plan.size = std::max(plan.size, size);
     }
@@ -74,9 +74,9 @@ static fattn_back_hopper_plan fattn_back_hopper_make_plan(const fattn_back_args 
 // kernel with more shared memory than is given without asking
 template <auto kernel>
 static void fattn_back_hopper_launch(
-        const fattn_back_hopper_params & p, const dim3 grid, const int nthreads, const int shared, cudaStream_t stream) {
+    const fattn_back_hopper_params & p, const dim3 grid, const int nthreads, const int shared, cudaStream_t stream) {
     static bool raised[GGML_CUDA_MAX_DEVICES] = { false };
-    const int id = ggml_cuda_get_device();
+    const int id                              = ggml_cuda_get_device();
     if (!raised[id]) {
         CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared));
         raised[id] = true;
@@ -86,29 +86,29 @@ static void fattn_back_hopper_launch(
 }
 
 static dim3 fattn_back_hopper_grid(const int n, const int band, const int ntiles) {
-    return dim3(band, ntiles, (n + band - 1)/band);
+    return dim3(band, ntiles, (n + band - 1) / band);
 }
 
 template <int D, int nwg, int n1, int n2, int nregs, fattn_back_hopper_mode mode, bool regs, bool split>
 static void fattn_back_hopper_queries(const fattn_back_hopper_params & p, cudaStream_t stream) {
     using L = fattn_back_hopper_smem<D, nwg, n1, n2, 0, split, regs>;
     fattn_back_hopper_launch<flash_attn_back_hopper_queries<D, nwg, n1, n2, nregs, mode, regs, split>>(
-        p, fattn_back_hopper_grid(p.units*p.a.G, p.band_q, (p.QT + nwg - 1)/nwg), (nwg + 1)*128, L::bytes, stream);
+        p, fattn_back_hopper_grid(p.units * p.a.G, p.band_q, (p.QT + nwg - 1) / nwg), (nwg + 1) * 128, L::bytes, stream);
 }
 
 // key tiles that the window touches
 static int fattn_back_hopper_window(const fattn_back_hopper_params & p) {
-    return (p.a.kv_first + p.a.kv_count - 1)/FATTN_BACK_HOPPER_ROWS - p.a.kv_first/FATTN_BACK_HOPPER_ROWS + 1;
+    return (p.a.kv_first + p.a.kv_count - 1) / FATTN_BACK_HOPPER_ROWS - p.a.kv_first / FATTN_BACK_HOPPER_ROWS + 1;
 }
 
 // bands: as many units as their streamed operands fit the L2 cache, and no more than it takes to even out the blocks' work
 static void fattn_back_hopper_set_bands(fattn_back_hopper_params & p) {
     const auto band = [&](const int64_t nrows, const int ntiles) {
-        const int64_t fit  = FATTN_BACK_HOPPER_BAND/(nrows*p.a.Dk*4);
-        const int64_t even = (FATTN_BACK_HOPPER_BLOCKS + ntiles - 1)/ntiles;
+        const int64_t fit  = FATTN_BACK_HOPPER_BAND / (nrows * p.a.Dk * 4);
+        const int64_t even = (FATTN_BACK_HOPPER_BLOCKS + ntiles - 1) / ntiles;
         return (int) std::max<int64_t>(1, std::min({ fit, even, (int64_t) p.units }));
     };
-    p.band_q = p.a.G*band(p.a.M, p.QT*p.a.G);
+    p.band_q = p.a.G * band(p.a.M, p.QT * p.a.G);
     p.band_k = p.a.kv_count > 0 ? band(p.a.N, fattn_back_hopper_window(p)) : 1;
 }
 
@@ -116,27 +116,27 @@ template <int D, int nwg, int stages, int nregs, bool split>
 static void fattn_back_hopper_keys(const fattn_back_hopper_params & p, cudaStream_t stream) {
     using L = fattn_back_hopper_smem<D, nwg, stages, stages, 0, split>;
     fattn_back_hopper_launch<flash_attn_back_hopper_keys<D, nwg, stages, nregs, split>>(
-        p, fattn_back_hopper_grid(p.units, p.band_k, (fattn_back_hopper_window(p) + nwg - 1)/nwg), (nwg + 1)*128, L::bytes, stream);
+        p, fattn_back_hopper_grid(p.units, p.band_k, (fattn_back_hopper_window(p) + nwg - 1) / nwg), (nwg + 1) * 128, L::bytes, stream);
 }
 
 template <int D, int stages, bool split>
 static void fattn_back_hopper_keys_split(const fattn_back_hopper_params & p, cudaStream_t stream) {
-    using L = fattn_back_hopper_smem<D, 1, stages, stages, 2*FATTN_BACK_HOPPER_ROWS*FATTN_BACK_HOPPER_ROWS*4, split>;
+    using L = fattn_back_hopper_smem<D, 1, stages, stages, 2 * FATTN_BACK_HOPPER_ROWS * FATTN_BACK_HOPPER_ROWS * 4, split>;
     fattn_back_hopper_launch<flash_attn_back_hopper_keys_split<D, stages, split>>(
-        p, fattn_back_hopper_grid(p.units, p.band_k, fattn_back_hopper_window(p)), 3*128, L::bytes, stream);
+        p, fattn_back_hopper_grid(p.units, p.band_k, fattn_back_hopper_window(p)), 3 * 128, L::bytes, stream);
 }
 
 template <int D, bool split>
 static void fattn_back_hopper_prep(const fattn_back_hopper_params & p, cudaStream_t stream) {
-    const int  n = FATTN_BACK_HOPPER_PREP_THREADS;
-    const dim3 tiles(std::max(p.KT, p.QT), (2 + p.a.G)*p.units);
+    const int n = FATTN_BACK_HOPPER_PREP_THREADS;
+    const dim3 tiles(std::max(p.KT, p.QT), (2 + p.a.G) * p.units);
     if constexpr (split) {
         flash_attn_back_hopper_convert<D, true><<<tiles, n, 0, stream>>>(p);
     } else {
         flash_attn_back_hopper_columns<D><<<dim3(p.nparts, p.units, 2), n, 0, stream>>>(p);
-        flash_attn_back_hopper_means<<<dim3(p.units, 2), 4*FATTN_BACK_HOPPER_MAX_D, 0, stream>>>(p, D);
+        flash_attn_back_hopper_means<<<dim3(p.units, 2), 4 * FATTN_BACK_HOPPER_MAX_D, 0, stream>>>(p, D);
         flash_attn_back_hopper_convert<D, false><<<tiles, n, 0, stream>>>(p);
-        flash_attn_back_hopper_rescale<D><<<dim3(p.QT, p.a.G*p.units), n, 0, stream>>>(p);
+        flash_attn_back_hopper_rescale<D><<<dim3(p.QT, p.a.G * p.units), n, 0, stream>>>(p);
     }
     CUDA_CHECK(cudaGetLastError());
 }
@@ -173,18 +173,18 @@ static void fattn_back_hopper_main(const fattn_back_hopper_params & p, cudaStrea
 template <int D>
 static void fattn_back_hopper_passes(const fattn_back_hopper_plan & plan, char * workspace, cudaStream_t stream) {
     fattn_back_hopper_params p = plan.p;
-    const int total = p.a.S*p.a.Hkv;
+    const int total            = p.a.S * p.a.Hkv;
     for (int split = 0; split < 2; ++split) {
         fattn_back_hopper_layout(p, workspace, plan.units[split], split != 0);
         if (split == 0 && p.a.mask != nullptr) {
-            constexpr int n = FATTN_BACK_HOPPER_PREP_THREADS/FATTN_BACK_HOPPER_ROWS;
-            const dim3 grid((p.KT + n - 1)/n, p.QT, p.a.mask_nheads*p.a.mask_nseqs);
+            constexpr int n = FATTN_BACK_HOPPER_PREP_THREADS / FATTN_BACK_HOPPER_ROWS;
+            const dim3 grid((p.KT + n - 1) / n, p.QT, p.a.mask_nheads * p.a.mask_nseqs);
             flash_attn_back_hopper_mask_tiles<<<grid, FATTN_BACK_HOPPER_PREP_THREADS, 0, stream>>>(p);
             flash_attn_back_hopper_mask_used<<<dim3(p.KT, p.a.mask_nseqs), 32, 0, stream>>>(p);
             CUDA_CHECK(cudaGetLastError());
         }
         for (p.unit0 = 0; p.unit0 < total; p.unit0 += p.units) {
-            p.units  = std::min(plan.units[split], total - p.unit0);
+            p.units = std::min(plan.units[split], total - p.unit0);
             fattn_back_hopper_set_bands(p);
             if (split != 0) {
                 fattn_back_hopper_prep<D, true>(p, stream);
@@ -192,7 +192,7 @@ static void fattn_back_hopper_passes(const fattn_back_hopper_plan & plan, char *
             } else {
                 fattn_back_hopper_prep<D, false>(p, stream);
                 if (plan.always_split) {
-                    CUDA_CHECK(cudaMemsetAsync(p.large + p.unit0, 0x7F, p.units*sizeof(*p.large), stream));
+                    CUDA_CHECK(cudaMemsetAsync(p.large + p.unit0, 0x7F, p.units * sizeof(*p.large), stream));
                 } else {
                     fattn_back_hopper_main<D, false>(p, stream);
                 }
@@ -207,9 +207,16 @@ static void fattn_back_hopper_passes(const fattn_back_hopper_plan & plan, char *
 
 static void fattn_back_hopper_run(const fattn_back_hopper_plan & plan, char * workspace, cudaStream_t stream) {
     switch (plan.p.a.Dk) {
-        case  64: fattn_back_hopper_passes< 64>(plan, workspace, stream); break;
-        case 128: fattn_back_hopper_passes<128>(plan, workspace, stream); break;
-        case 256: fattn_back_hopper_passes<256>(plan, workspace, stream); break;
-        default: GGML_ABORT("unexpected head size");
+        case 64:
+            fattn_back_hopper_passes<64>(plan, workspace, stream);
+            break;
+        case 128:
+            fattn_back_hopper_passes<128>(plan, workspace, stream);
+            break;
+        case 256:
+            fattn_back_hopper_passes<256>(plan, workspace, stream);
+            break;
+        default:
+            GGML_ABORT("unexpected head size");
     }
 }

@@ -23,7 +23,7 @@ static bool fattn_back_hopper_built(const int device) {
 
 const char * ggml_cuda_flash_attn_back_hopper_refusal(const int device, const ggml_tensor * dst) {
     const ggml_flash_attn_back_node node = ggml_flash_attn_back_decode(dst);
-    const auto & info = ggml_cuda_info().devices[device];
+    const auto & info                    = ggml_cuda_info().devices[device];
 
     if (info.cc != GGML_CUDA_CC_HOPPER || !fattn_back_hopper_built(device)) {
         return "the device is not of compute capability 9.0 or the build has no sm_90a code";
@@ -48,9 +48,9 @@ const char * ggml_cuda_flash_attn_back_hopper_refusal(const int device, const gg
         return "fewer than 32 queries or keys: a head with so few does not average the rounding to fp16";
     }
     const ggml_tensor * mask = dst->src[GGML_FLASH_ATTN_BACK_SRC_MASK];
-    const int64_t max_grid = 65535; // in y and z
-    if (node.S*(2*node.Hkv + node.H) > max_grid || (mask != nullptr && mask->ne[2]*mask->ne[3] > max_grid) ||
-        std::max(node.N, node.M) > max_grid*FATTN_BACK_HOPPER_ROWS) {
+    const int64_t max_grid   = 65535; // in y and z
+    if (node.S * (2 * node.Hkv + node.H) > max_grid || (mask != nullptr && mask->ne[2] * mask->ne[3] > max_grid) ||
+        std::max(node.N, node.M) > max_grid * FATTN_BACK_HOPPER_ROWS) {
         return "more heads, masks, queries or keys than a grid holds";
     }
     const fattn_back_hopper_plan plan = fattn_back_hopper_make_plan(
@@ -59,7 +59,7 @@ const char * ggml_cuda_flash_attn_back_hopper_refusal(const int device, const gg
         return "the operands of one KV head do not fit the workspace";
     }
     // a block owns 128 queries of a head: other paths also divide the keys among blocks
-    if (getenv("GGML_CUDA_FATTN_BACK_PATH") == nullptr && (node.N + 127)/128*node.H*node.S < info.nsm/2) {
+    if (getenv("GGML_CUDA_FATTN_BACK_PATH") == nullptr && (node.N + 127) / 128 * node.H * node.S < info.nsm / 2) {
         return "too few queries to fill the device";
     }
     return nullptr;

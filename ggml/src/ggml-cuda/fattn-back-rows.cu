@@ -32,7 +32,7 @@ struct fattn_back_rows_grid {
     int tiles_per_split;
 
     int64_t nblocks(const int64_t nheads) const {
-        return nheads*nowners*nsplits;
+        return nheads * nowners * nsplits;
     }
 };
 
@@ -54,15 +54,15 @@ struct fattn_back_rows_softmax {
     }
 
     __device__ __forceinline__ void merge(const fattn_back_rows_softmax & other) {
-        const bool  keep   = max() >= other.max();
+        const bool keep    = max() >= other.max();
         const float mx_new = keep ? mx : other.mx;
         const float mb_new = keep ? mb : other.mb;
         const float f0     = rescale(mx_new, mb_new);
         const float f1     = other.rescale(mx_new, mb_new);
-        l  = f0*l + f1*other.l;
-        a  = f0*a + f1*other.a;
-        mx = mx_new;
-        mb = mb_new;
+        l                  = f0 * l + f1 * other.l;
+        a                  = f0 * a + f1 * other.a;
+        mx                 = mx_new;
+        mb                 = mb_new;
     }
 };
 
@@ -70,40 +70,40 @@ struct fattn_back_rows_softmax {
 static __device__ __forceinline__ void fattn_back_rows_add(float & sum, float & error, const float x) {
     const float y = x + error;
     const float t = sum + y;
-    error = y - (t - sum);
-    sum   = t;
+    error         = y - (t - sum);
+    sum           = t;
 }
 
 // Puts components [d0, d0 + nd) of nrows rows into a tile, zeros for rows without offset and beyond D.
 template <ggml_type type, bool vec, int nrows>
 static __device__ __forceinline__ void fattn_back_rows_load(
-        const fattn_back_src & src, const int64_t * offset, const int D, const int d0, float * tile) {
+    const fattn_back_src & src, const int64_t * offset, const int D, const int d0, float * tile) {
     constexpr int nbatch = type == GGML_TYPE_F32 && !vec ? 1 : 2; // loads in flight, as many as the kernels have registers for
 #pragma unroll 1
-    for (int i0 = threadIdx.x; i0 < nrows*fattn_back_rows_nd/8; i0 += nbatch*fattn_back_rows_nthreads) {
-        const int e = (i0 % 8)/4 * 32 + i0%4 * 4;
+    for (int i0 = threadIdx.x; i0 < nrows * fattn_back_rows_nd / 8; i0 += nbatch * fattn_back_rows_nthreads) {
+        const int e = (i0 % 8) / 4 * 32 + i0 % 4 * 4;
         float4 lo[nbatch];
         float4 hi[nbatch];
 #pragma unroll
         for (int l = 0; l < nbatch; ++l) {
-            const int64_t off = offset[(i0 + l*fattn_back_rows_nthreads)/8];
+            const int64_t off = offset[(i0 + l * fattn_back_rows_nthreads) / 8];
             fattn_back_load8<type, vec>(src, off, d0 + e, off >= 0 ? D : 0, lo[l], hi[l]);
         }
         const bool swap = i0 % 8 >= 4; // the 8 threads of a row write to all banks at once
 #pragma unroll
         for (int l = 0; l < nbatch; ++l) {
-            float * row = tile + (i0 + l*fattn_back_rows_nthreads)/8*fattn_back_rows_stride + e;
-            *(float4 *) (row + (swap ? 16 :  0)) = swap ? hi[l] : lo[l];
-            *(float4 *) (row + (swap ?  0 : 16)) = swap ? lo[l] : hi[l];
+            float * row                         = tile + (i0 + l * fattn_back_rows_nthreads) / 8 * fattn_back_rows_stride + e;
+            *(float4 *) (row + (swap ? 16 : 0)) = swap ? hi[l] : lo[l];
+            *(float4 *) (row + (swap ? 0 : 16)) = swap ? lo[l] : hi[l];
         }
     }
 }
 
 template <int nrows>
 static __device__ __forceinline__ void fattn_back_rows_load_query(
-        const fattn_back_src & src, const int64_t * offset, const int D, const int d0, float * tile) {
+    const fattn_back_src & src, const int64_t * offset, const int D, const int d0, float * tile) {
     if (src.vec) {
-        fattn_back_rows_load<GGML_TYPE_F32, true,  nrows>(src, offset, D, d0, tile);
+        fattn_back_rows_load<GGML_TYPE_F32, true, nrows>(src, offset, D, d0, tile);
     } else {
         fattn_back_rows_load<GGML_TYPE_F32, false, nrows>(src, offset, D, d0, tile);
     }
@@ -111,21 +111,21 @@ static __device__ __forceinline__ void fattn_back_rows_load_query(
 
 template <int nrows>
 static __device__ __forceinline__ void fattn_back_rows_load_key(
-        const fattn_back_src & src, const int64_t * offset, const int D, const int d0, float * tile) {
+    const fattn_back_src & src, const int64_t * offset, const int D, const int d0, float * tile) {
     switch (src.type) {
         case GGML_TYPE_F32:
             fattn_back_rows_load_query<nrows>(src, offset, D, d0, tile);
             break;
         case GGML_TYPE_F16:
             if (src.vec) {
-                fattn_back_rows_load<GGML_TYPE_F16, true,  nrows>(src, offset, D, d0, tile);
+                fattn_back_rows_load<GGML_TYPE_F16, true, nrows>(src, offset, D, d0, tile);
             } else {
                 fattn_back_rows_load<GGML_TYPE_F16, false, nrows>(src, offset, D, d0, tile);
             }
             break;
         case GGML_TYPE_BF16:
             if (src.vec) {
-                fattn_back_rows_load<GGML_TYPE_BF16, true,  nrows>(src, offset, D, d0, tile);
+                fattn_back_rows_load<GGML_TYPE_BF16, true, nrows>(src, offset, D, d0, tile);
             } else {
                 fattn_back_rows_load<GGML_TYPE_BF16, false, nrows>(src, offset, D, d0, tile);
             }
@@ -153,7 +153,7 @@ static __device__ __forceinline__ void fattn_back_rows_load_key(
 // rows by_query: of q and dO, else of K and V
 template <bool by_query, int nrows>
 static __device__ __forceinline__ void fattn_back_rows_load_side(
-        const fattn_back_src & query, const fattn_back_src & key, const int64_t * offset, const int D, const int d0, float * tile) {
+    const fattn_back_src & query, const fattn_back_src & key, const int64_t * offset, const int D, const int d0, float * tile) {
     if constexpr (by_query) {
         fattn_back_rows_load_query<nrows>(query, offset, D, d0, tile);
     } else {
@@ -164,11 +164,11 @@ static __device__ __forceinline__ void fattn_back_rows_load_side(
 // acc[a][b] += X[ty + 8a] . Y[tx + 16b] over D components
 template <bool by_query>
 static __device__ __forceinline__ void fattn_back_rows_product(
-        const fattn_back_src & query, const fattn_back_src & key, const int64_t * x_offset, const int64_t * y_offset, const int D,
-        const int tx, const int ty, float * X, float * Y, float (&acc)[4][4]) {
+    const fattn_back_src & query, const fattn_back_src & key, const int64_t * x_offset, const int64_t * y_offset, const int D,
+    const int tx, const int ty, float * X, float * Y, float (&acc)[4][4]) {
     for (int d0 = 0; d0 < D; d0 += fattn_back_rows_nd) {
         __syncthreads();
-        fattn_back_rows_load_side< by_query, fattn_back_rows_nx>(query, key, x_offset, D, d0, X);
+        fattn_back_rows_load_side<by_query, fattn_back_rows_nx>(query, key, x_offset, D, d0, X);
         fattn_back_rows_load_side<!by_query, fattn_back_rows_ny>(query, key, y_offset, D, d0, Y);
         __syncthreads();
 
@@ -178,17 +178,17 @@ static __device__ __forceinline__ void fattn_back_rows_product(
             float4 x[4];
 #pragma unroll
             for (int a = 0; a < 4; ++a) {
-                x[a] = *(const float4 *) (X + (ty + 8*a)*fattn_back_rows_stride + d);
+                x[a] = *(const float4 *) (X + (ty + 8 * a) * fattn_back_rows_stride + d);
             }
 #pragma unroll
             for (int b = 0; b < 4; ++b) {
-                const float4 y = *(const float4 *) (Y + (tx + 16*b)*fattn_back_rows_stride + d);
+                const float4 y = *(const float4 *) (Y + (tx + 16 * b) * fattn_back_rows_stride + d);
 #pragma unroll
                 for (int a = 0; a < 4; ++a) {
-                    acc[a][b] += x[a].x*y.x;
-                    acc[a][b] += x[a].y*y.y;
-                    acc[a][b] += x[a].z*y.z;
-                    acc[a][b] += x[a].w*y.w;
+                    acc[a][b] += x[a].x * y.x;
+                    acc[a][b] += x[a].y * y.y;
+                    acc[a][b] += x[a].z * y.z;
+                    acc[a][b] += x[a].w * y.w;
                 }
             }
         }
@@ -197,31 +197,34 @@ static __device__ __forceinline__ void fattn_back_rows_product(
 
 // acc[a] += W[ty + 8a] * Z[4tx + [0, 4)] over n rows of Z, n % 4 == 0
 static __device__ __forceinline__ void fattn_back_rows_accumulate(
-        const float * W, const float * Z, const int n, const int tx, const int ty, float4 (&acc)[4]) {
+    const float * W, const float * Z, const int n, const int tx, const int ty, float4 (&acc)[4]) {
 #pragma unroll 1
     for (int y = 0; y < n; y += 4) {
         float4 w[4];
 #pragma unroll
         for (int a = 0; a < 4; ++a) {
-            w[a] = *(const float4 *) (W + (ty + 8*a)*fattn_back_rows_stride + y);
+            w[a] = *(const float4 *) (W + (ty + 8 * a) * fattn_back_rows_stride + y);
         }
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
-            const float4 z = *(const float4 *) (Z + (y + k)*fattn_back_rows_stride + 4*tx);
+            const float4 z = *(const float4 *) (Z + (y + k) * fattn_back_rows_stride + 4 * tx);
 #pragma unroll
             for (int a = 0; a < 4; ++a) {
-                const float w_ak = k == 0 ? w[a].x : k == 1 ? w[a].y : k == 2 ? w[a].z : w[a].w;
-                acc[a].x += w_ak*z.x;
-                acc[a].y += w_ak*z.y;
-                acc[a].z += w_ak*z.z;
-                acc[a].w += w_ak*z.w;
+                const float w_ak = k == 0 ? w[a].x : k == 1 ? w[a].y
+                    : k == 2                                ? w[a].z
+                                                            : w[a].w;
+                acc[a].x += w_ak * z.x;
+                acc[a].y += w_ak * z.y;
+                acc[a].z += w_ak * z.z;
+                acc[a].w += w_ak * z.w;
             }
         }
     }
 }
 
 constexpr int fattn_back_rows_occupancy(const int nc) {
-    return nc <= 2 ? 4 : nc <= 4 ? 3 : 2;
+    return nc <= 2 ? 4 : nc <= 4 ? 3
+                                 : 2;
 }
 
 // Owns: LSE and D, dQ, dK or dV of nx rows; stats gets the softmax over a split, out the (partial) gradient of up to 64*nc components.
@@ -232,53 +235,53 @@ constexpr int fattn_back_rows_occupancy(const int nc) {
 template <fattn_back_rows_out out, int nc>
 static __global__ void __launch_bounds__(fattn_back_rows_nthreads, fattn_back_rows_occupancy(nc))
 flash_attn_back_rows(
-        const fattn_back_args args, const fattn_back_rows_grid grid, const float2 * ref, float4 * stats, float * dst, const int64_t split_stride) {
+    const fattn_back_args args, const fattn_back_rows_grid grid, const float2 * ref, float4 * stats, float * dst, const int64_t split_stride) {
     constexpr bool by_query = out == FATTN_BACK_ROWS_STATS || out == FATTN_BACK_ROWS_DQ; // else by key
-    constexpr int  nx       = fattn_back_rows_nx;
-    constexpr int  ny       = fattn_back_rows_ny;
-    constexpr int  stride   = fattn_back_rows_stride;
-    constexpr int  nq       = by_query ? nx : ny; // query rows in a tile
+    constexpr int nx        = fattn_back_rows_nx;
+    constexpr int ny        = fattn_back_rows_ny;
+    constexpr int stride    = fattn_back_rows_stride;
+    constexpr int nq        = by_query ? nx : ny; // query rows in a tile
 
-    alignas(16) __shared__ float X[nx*stride]; // components of owned rows, then W
-    alignas(16) __shared__ float Y[ny*stride]; // components of the other side's rows
+    alignas(16) __shared__ float X[nx * stride]; // components of owned rows, then W
+    alignas(16) __shared__ float Y[ny * stride]; // components of the other side's rows
     __shared__ int64_t x_offset[2][nx];        // of the rows in q and dO or K and V, -1: no row
     __shared__ int64_t y_offset[2][ny];
     __shared__ int64_t mask_offset[nq];
-    __shared__ float   slope[nq];
-    __shared__ float2  row_ref[nq];
-    __shared__ float   row_D[nq];
-    __shared__ int     live[2][ny];
+    __shared__ float slope[nq];
+    __shared__ float2 row_ref[nq];
+    __shared__ float row_D[nq];
+    __shared__ int live[2][ny];
 
     ggml_cuda_pdl_sync();
 
     const int tid  = threadIdx.x;
     const int lane = tid % WARP_SIZE;
     const int warp = tid / WARP_SIZE;
-    const int tx   = warp%2 * 8 + lane%8;
-    const int ty   = warp/2 * 4 + lane/8;
+    const int tx   = warp % 2 * 8 + lane % 8;
+    const int ty   = warp / 2 * 4 + lane / 8;
 
-    int64_t block = blockIdx.x;
-    const int split = block % grid.nsplits; block /= grid.nsplits;
+    int64_t block   = blockIdx.x;
+    const int split = block % grid.nsplits;
+    block /= grid.nsplits;
     const int owner = by_query ? grid.nowners - 1 - block % grid.nowners : block % grid.nowners; // the longest first where causal
     block /= grid.nowners;
     const int g = block % args.Hkv;
     const int s = block / args.Hkv;
 
-    const int nqueries = args.N*args.G;
-    const int x0       = owner*nx + (by_query ? 0 : args.kv_first);
+    const int nqueries = args.N * args.G;
+    const int x0       = owner * nx + (by_query ? 0 : args.kv_first);
     const int x_end    = by_query ? nqueries : args.kv_first + args.kv_count;
-    const int y_end    = by_query ? args.M   : nqueries;
+    const int y_end    = by_query ? args.M : nqueries;
 
     const auto set_query = [&](const int t, const int r, int64_t (*offset)[nq]) {
-        const int i = r / args.G;
-        const int h = r % args.G + g*args.G;
+        const int i      = r / args.G;
+        const int h      = r % args.G + g * args.G;
         const bool valid = r < nqueries;
-        offset[0][t] = valid ? args.q.offset (i, h, s) : -1;
-        offset[1][t] = valid ? args.dO.offset(i, h, s) : -1;
+        offset[0][t]     = valid ? args.q.offset(i, h, s) : -1;
+        offset[1][t]     = valid ? args.dO.offset(i, h, s) : -1;
         if (valid) {
-            mask_offset[t] = args.mask != nullptr ?
-                i*args.mask_nb_row + h%args.mask_nheads*args.mask_nb_head + s%args.mask_nseqs*args.mask_nb_seq : 0;
-            slope[t] = fattn_back_slope(args, h);
+            mask_offset[t] = args.mask != nullptr ? i * args.mask_nb_row + h % args.mask_nheads * args.mask_nb_head + s % args.mask_nseqs * args.mask_nb_seq : 0;
+            slope[t]       = fattn_back_slope(args, h);
             if constexpr (out != FATTN_BACK_ROWS_STATS) {
                 row_ref[t] = ref[args.row(i, h, s)];
                 row_D[t]   = args.D[args.row(i, h, s)];
@@ -307,18 +310,18 @@ flash_attn_back_rows(
         }
     }
 
-    float4 acc[nc > 0 ? nc : 1][4] = {{{0.0f, 0.0f, 0.0f, 0.0f}}};
+    float4 acc[nc > 0 ? nc : 1][4] = { { { 0.0f, 0.0f, 0.0f, 0.0f } } };
     fattn_back_rows_softmax softmax[4];
-    float l_error[4] = {0.0f};
-    float a_error[4] = {0.0f};
+    float l_error[4] = { 0.0f };
+    float a_error[4] = { 0.0f };
 #pragma unroll
     for (int a = 0; a < 4; ++a) {
-        softmax[a] = {-INFINITY, 0.0f, 0.0f, 0.0f};
+        softmax[a] = { -INFINITY, 0.0f, 0.0f, 0.0f };
     }
 
-    const int tile_end = min((split + 1)*grid.tiles_per_split, grid.ntiles);
-    for (int tile = split*grid.tiles_per_split; tile < tile_end; ++tile) {
-        const int y0 = tile*ny;
+    const int tile_end = min((split + 1) * grid.tiles_per_split, grid.ntiles);
+    for (int tile = split * grid.tiles_per_split; tile < tile_end; ++tile) {
+        const int y0 = tile * ny;
 
         __syncthreads();
         if (tid < ny) {
@@ -335,15 +338,15 @@ flash_attn_back_rows(
         for (int a = 0; a < 4; ++a) {
 #pragma unroll
             for (int b = 0; b < 4; ++b) {
-                live_b |= (mask_at(ty + 8*a, y0, tx + 16*b) != -INFINITY) << b;
+                live_b |= (mask_at(ty + 8 * a, y0, tx + 16 * b) != -INFINITY) << b;
             }
         }
-        live_b |= __shfl_xor_sync(0xFFFFFFFF, live_b,  8, WARP_SIZE);
+        live_b |= __shfl_xor_sync(0xFFFFFFFF, live_b, 8, WARP_SIZE);
         live_b |= __shfl_xor_sync(0xFFFFFFFF, live_b, 16, WARP_SIZE);
         if (lane < 8) {
 #pragma unroll
             for (int b = 0; b < 4; ++b) {
-                live[warp/2][tx + 16*b] = live_b >> b & 1;
+                live[warp / 2][tx + 16 * b] = live_b >> b & 1;
             }
         }
 
@@ -359,8 +362,8 @@ flash_attn_back_rows(
         }
 
         // S last: its last tile of Y is the first that dQ and dK need
-        float dP[4][4] = {{0.0f}};
-        float S [4][4] = {{0.0f}};
+        float dP[4][4] = { { 0.0f } };
+        float S[4][4]  = { { 0.0f } };
         if (out != FATTN_BACK_ROWS_DV && !(out == FATTN_BACK_ROWS_STATS && args.o.data != nullptr)) {
             fattn_back_rows_product<by_query>(args.dO, args.v, x_offset[1], y_offset[1], args.Dv, tx, ty, X, Y, dP);
         }
@@ -369,21 +372,21 @@ flash_attn_back_rows(
         __syncthreads();
 #pragma unroll
         for (int a = 0; a < 4; ++a) {
-            const int x = ty + 8*a;
+            const int x = ty + 8 * a;
             float bias[4];
-            bool  seen[4];
-            float dx  [4];
+            bool seen[4];
+            float dx[4];
 #pragma unroll
             for (int b = 0; b < 4; ++b) {
-                const float m = mask_at(x, y0, tx + 16*b);
-                seen[b] = m != -INFINITY;
-                bias[b] = slope[by_query ? x : tx + 16*b]*m;
-                S[a][b] = fattn_back_logit(args, S[a][b], dx[b]);
+                const float m = mask_at(x, y0, tx + 16 * b);
+                seen[b]       = m != -INFINITY;
+                bias[b]       = slope[by_query ? x : tx + 16 * b] * m;
+                S[a][b]       = fattn_back_logit(args, S[a][b], dx[b]);
             }
             if constexpr (out == FATTN_BACK_ROWS_STATS) {
                 fattn_back_rows_softmax & sm = softmax[a];
-                float mx = sm.mx;
-                float mb = sm.mb;
+                float mx                     = sm.mx;
+                float mb                     = sm.mb;
 #pragma unroll
                 for (int b = 0; b < 4; ++b) {
                     if (seen[b] && S[a][b] + bias[b] > mx + mb) {
@@ -392,37 +395,37 @@ flash_attn_back_rows(
                     }
                 }
                 const float f = sm.rescale(mx, mb);
-                sm.mx = mx;
-                sm.mb = mb;
-                sm.l       *= f;
-                sm.a       *= f;
+                sm.mx         = mx;
+                sm.mb         = mb;
+                sm.l *= f;
+                sm.a *= f;
                 l_error[a] *= f;
                 a_error[a] *= f;
 #pragma unroll
                 for (int b = 0; b < 4; ++b) {
                     const float e = seen[b] && S[a][b] + bias[b] != -INFINITY ? expf((S[a][b] - mx) + (bias[b] - mb)) : 0.0f;
                     fattn_back_rows_add(sm.l, l_error[a], e);
-                    fattn_back_rows_add(sm.a, a_error[a], seen[b] ? e*dP[a][b] : 0.0f);
+                    fattn_back_rows_add(sm.a, a_error[a], seen[b] ? e * dP[a][b] : 0.0f);
                 }
             } else {
 #pragma unroll
                 for (int b = 0; b < 4; ++b) {
-                    const int    y = tx + 16*b;
-                    const float2 r = row_ref[by_query ? x : y];
-                    const float  P = expf((S[a][b] - r.x) + (bias[b] - r.y));
-                    const float  W = out == FATTN_BACK_ROWS_DV ? P : P*(dP[a][b] - row_D[by_query ? x : y])*dx[b];
-                    X[x*stride + y] = seen[b] ? W : 0.0f;
+                    const int y       = tx + 16 * b;
+                    const float2 r    = row_ref[by_query ? x : y];
+                    const float P     = expf((S[a][b] - r.x) + (bias[b] - r.y));
+                    const float W     = out == FATTN_BACK_ROWS_DV ? P : P * (dP[a][b] - row_D[by_query ? x : y]) * dx[b];
+                    X[x * stride + y] = seen[b] ? W : 0.0f;
                 }
             }
         }
 
         if constexpr (out != FATTN_BACK_ROWS_STATS) {
             constexpr bool z_is_dO = out == FATTN_BACK_ROWS_DV;
-            const int D  = z_is_dO ? args.Dv : args.Dk;
-            const int nz = min((y_end - y0 + 3)/4 * 4, ny);
+            const int D            = z_is_dO ? args.Dv : args.Dk;
+            const int nz           = min((y_end - y0 + 3) / 4 * 4, ny);
 #pragma unroll
             for (int c = nc - 1; c >= 0; --c) {
-                const int d0 = c*fattn_back_rows_nd;
+                const int d0 = c * fattn_back_rows_nd;
                 if (d0 < D) {
                     if (z_is_dO || d0 + fattn_back_rows_nd < D) {
                         __syncthreads();
@@ -446,12 +449,11 @@ flash_attn_back_rows(
             sm.a += a_error[a];
 #pragma unroll
             for (int offset = 4; offset > 0; offset >>= 1) {
-                sm.merge({
-                    __shfl_xor_sync(0xFFFFFFFF, sm.mx, offset, WARP_SIZE), __shfl_xor_sync(0xFFFFFFFF, sm.mb, offset, WARP_SIZE),
-                    __shfl_xor_sync(0xFFFFFFFF, sm.l,  offset, WARP_SIZE), __shfl_xor_sync(0xFFFFFFFF, sm.a,  offset, WARP_SIZE) });
+                sm.merge({ __shfl_xor_sync(0xFFFFFFFF, sm.mx, offset, WARP_SIZE), __shfl_xor_sync(0xFFFFFFFF, sm.mb, offset, WARP_SIZE),
+                    __shfl_xor_sync(0xFFFFFFFF, sm.l, offset, WARP_SIZE), __shfl_xor_sync(0xFFFFFFFF, sm.a, offset, WARP_SIZE) });
             }
             if (lane % 8 == 0) {
-                shared[warp%2 * nx + ty + 8*a] = make_float4(sm.mx, sm.mb, sm.l, sm.a);
+                shared[warp % 2 * nx + ty + 8 * a] = make_float4(sm.mx, sm.mb, sm.l, sm.a);
             }
         }
         __syncthreads();
@@ -459,30 +461,29 @@ flash_attn_back_rows(
             fattn_back_rows_softmax sm[2];
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
-                const float4 f = shared[i*nx + tid];
-                sm[i] = {f.x, f.y, f.z, f.w};
+                const float4 f = shared[i * nx + tid];
+                sm[i]          = { f.x, f.y, f.z, f.w };
             }
             sm[0].merge(sm[1]);
-            const int r = x0 + tid;
-            stats[split*split_stride + args.row(r / args.G, r % args.G + g*args.G, s)] = make_float4(sm[0].mx, sm[0].mb, sm[0].l, sm[0].a);
+            const int r                                                                    = x0 + tid;
+            stats[split * split_stride + args.row(r / args.G, r % args.G + g * args.G, s)] = make_float4(sm[0].mx, sm[0].mb, sm[0].l, sm[0].a);
         }
     } else {
-        const int   D     = out == FATTN_BACK_ROWS_DV ? args.Dv : args.Dk;
+        const int D       = out == FATTN_BACK_ROWS_DV ? args.Dv : args.Dk;
         const float scale = out == FATTN_BACK_ROWS_DV ? 1.0f : args.scale;
 #pragma unroll
         for (int a = 0; a < 4; ++a) {
-            const int r = x0 + ty + 8*a;
+            const int r = x0 + ty + 8 * a;
             if (r >= x_end) {
                 continue;
             }
-            const int64_t row = by_query ?
-                args.row(r / args.G, r % args.G + g*args.G, s) : ((int64_t) s*args.Hkv + g)*args.kv_count + (r - args.kv_first);
+            const int64_t row = by_query ? args.row(r / args.G, r % args.G + g * args.G, s) : ((int64_t) s * args.Hkv + g) * args.kv_count + (r - args.kv_first);
 #pragma unroll
             for (int c = 0; c < nc; ++c) {
-                const int d = c*fattn_back_rows_nd + 4*tx;
+                const int d = c * fattn_back_rows_nd + 4 * tx;
                 if (d < D) {
-                    *(float4 *) (dst + split*split_stride + row*D + d) =
-                        make_float4(scale*acc[c][a].x, scale*acc[c][a].y, scale*acc[c][a].z, scale*acc[c][a].w);
+                    *(float4 *) (dst + split * split_stride + row * D + d) =
+                        make_float4(scale * acc[c][a].x, scale * acc[c][a].y, scale * acc[c][a].z, scale * acc[c][a].w);
                 }
             }
         }
@@ -495,9 +496,9 @@ static __global__ void __launch_bounds__(fattn_back_rows_nthreads, 1)
 flash_attn_back_rows_combine_stats(const fattn_back_args args, const int nsplits, const float4 * stats, float2 * ref) {
     ggml_cuda_pdl_sync();
 
-    const int     lane  = threadIdx.x % WARP_SIZE;
-    const int64_t nrows = (int64_t) args.S*args.H*args.N;
-    const int64_t row   = ((int64_t) blockIdx.x*fattn_back_rows_nthreads + threadIdx.x) / WARP_SIZE;
+    const int lane      = threadIdx.x % WARP_SIZE;
+    const int64_t nrows = (int64_t) args.S * args.H * args.N;
+    const int64_t row   = ((int64_t) blockIdx.x * fattn_back_rows_nthreads + threadIdx.x) / WARP_SIZE;
     if (row >= nrows) {
         return;
     }
@@ -505,57 +506,56 @@ flash_attn_back_rows_combine_stats(const fattn_back_args args, const int nsplits
     const int h = row / args.N % args.H;
     const int s = row / args.N / args.H;
 
-    fattn_back_rows_softmax sm = {-INFINITY, 0.0f, 0.0f, 0.0f};
+    fattn_back_rows_softmax sm = { -INFINITY, 0.0f, 0.0f, 0.0f };
     for (int split = lane; split < nsplits; split += WARP_SIZE) {
-        const float4 f = stats[split*nrows + row];
-        sm.merge({f.x, f.y, f.z, f.w});
+        const float4 f = stats[split * nrows + row];
+        sm.merge({ f.x, f.y, f.z, f.w });
     }
 #pragma unroll
-    for (int offset = WARP_SIZE/2; offset > 0; offset >>= 1) {
-        sm.merge({
-            __shfl_xor_sync(0xFFFFFFFF, sm.mx, offset, WARP_SIZE), __shfl_xor_sync(0xFFFFFFFF, sm.mb, offset, WARP_SIZE),
-            __shfl_xor_sync(0xFFFFFFFF, sm.l,  offset, WARP_SIZE), __shfl_xor_sync(0xFFFFFFFF, sm.a,  offset, WARP_SIZE) });
+    for (int offset = WARP_SIZE / 2; offset > 0; offset >>= 1) {
+        sm.merge({ __shfl_xor_sync(0xFFFFFFFF, sm.mx, offset, WARP_SIZE), __shfl_xor_sync(0xFFFFFFFF, sm.mb, offset, WARP_SIZE),
+            __shfl_xor_sync(0xFFFFFFFF, sm.l, offset, WARP_SIZE), __shfl_xor_sync(0xFFFFFFFF, sm.a, offset, WARP_SIZE) });
     }
     const bool sees_keys = sm.l != 0.0f;
     if (args.sinks != nullptr) {
-        sm.merge({args.sinks[h], 0.0f, 1.0f, 0.0f});
+        sm.merge({ args.sinks[h], 0.0f, 1.0f, 0.0f });
     }
 
-    float D = sees_keys ? sm.a/sm.l : 0.0f;
+    float D = sees_keys ? sm.a / sm.l : 0.0f;
     if (sees_keys && args.o.data != nullptr) {
-        const int64_t offset_o  = args.o.offset (i, h, s);
+        const int64_t offset_o  = args.o.offset(i, h, s);
         const int64_t offset_dO = args.dO.offset(i, h, s);
-        D = 0.0f;
+        D                       = 0.0f;
         for (int d = lane; d < args.Dv; d += WARP_SIZE) {
-            D += *(const float *) (args.o.data + offset_o + d*args.o.nb_comp) * *(const float *) (args.dO.data + offset_dO + d*args.dO.nb_comp);
+            D += *(const float *) (args.o.data + offset_o + d * args.o.nb_comp) * *(const float *) (args.dO.data + offset_dO + d * args.dO.nb_comp);
         }
         D = warp_reduce_sum(D);
     }
 
     if (lane == 0) {
         const float log_l = logf(sm.l);
-        args.LSE[row] = sm.l != 0.0f ? sm.max() + log_l : -INFINITY;
-        args.D  [row] = D;
-        ref     [row] = make_float2(sm.l != 0.0f ? sm.mx + log_l : INFINITY, sm.mb);
+        args.LSE[row]     = sm.l != 0.0f ? sm.max() + log_l : -INFINITY;
+        args.D[row]       = D;
+        ref[row]          = make_float2(sm.l != 0.0f ? sm.mx + log_l : INFINITY, sm.mb);
     }
 }
 
 // Owns one gradient of a sink per block: its rows in a fixed order.
 static __global__ void __launch_bounds__(fattn_back_rows_nthreads, 1)
 flash_attn_back_rows_sinks(const fattn_back_args args, const float2 * ref) {
-    __shared__ float partial[fattn_back_rows_nthreads/WARP_SIZE];
+    __shared__ float partial[fattn_back_rows_nthreads / WARP_SIZE];
 
     ggml_cuda_pdl_sync();
 
-    const int   h    = blockIdx.x;
+    const int h      = blockIdx.x;
     const float sink = args.sinks[h];
 
     float sum   = 0.0f;
     float error = 0.0f;
-    for (int64_t t = threadIdx.x; t < (int64_t) args.S*args.N; t += fattn_back_rows_nthreads) {
+    for (int64_t t = threadIdx.x; t < (int64_t) args.S * args.N; t += fattn_back_rows_nthreads) {
         const int64_t row = args.row(t % args.N, h, t / args.N);
-        const float2  r   = ref[row];
-        fattn_back_rows_add(sum, error, -expf((sink - r.x) - r.y)*args.D[row]);
+        const float2 r    = ref[row];
+        fattn_back_rows_add(sum, error, -expf((sink - r.x) - r.y) * args.D[row]);
     }
     sum = warp_reduce_sum(sum + error);
     if (threadIdx.x % WARP_SIZE == 0) {
@@ -564,7 +564,7 @@ flash_attn_back_rows_sinks(const fattn_back_args args, const float2 * ref) {
     __syncthreads();
     if (threadIdx.x == 0) {
         sum = 0.0f;
-        for (int w = 0; w < fattn_back_rows_nthreads/WARP_SIZE; ++w) {
+        for (int w = 0; w < fattn_back_rows_nthreads / WARP_SIZE; ++w) {
             sum += partial[w];
         }
         args.dSinks[h] = sum;
@@ -576,13 +576,13 @@ static __global__ void __launch_bounds__(fattn_back_rows_nthreads, 1)
 flash_attn_back_rows_combine(const float4 * partial, float4 * dst, const int64_t n, const int nsplits) {
     ggml_cuda_pdl_sync();
 
-    const int64_t i = (int64_t) blockIdx.x*fattn_back_rows_nthreads + threadIdx.x;
+    const int64_t i = (int64_t) blockIdx.x * fattn_back_rows_nthreads + threadIdx.x;
     if (i >= n) {
         return;
     }
     float4 sum = partial[i];
     for (int split = 1; split < nsplits; ++split) {
-        const float4 x = partial[split*n + i];
+        const float4 x = partial[split * n + i];
         sum.x += x.x;
         sum.y += x.y;
         sum.z += x.z;
@@ -593,31 +593,31 @@ flash_attn_back_rows_combine(const float4 * partial, float4 * dst, const int64_t
 
 // nowned rows and nother rows of the other side in each of nheads KV heads; nbytes: of the result of a split, at most limit in all
 static fattn_back_rows_grid fattn_back_rows_get_grid(
-        const int nsm, const int64_t nheads, const int64_t nowned, const int64_t nother, const size_t nbytes, const size_t limit) {
+    const int nsm, const int64_t nheads, const int64_t nowned, const int64_t nother, const size_t nbytes, const size_t limit) {
     fattn_back_rows_grid grid;
-    grid.nowners = (nowned + fattn_back_rows_nx - 1)/fattn_back_rows_nx;
-    grid.ntiles  = (nother + fattn_back_rows_ny - 1)/fattn_back_rows_ny;
+    grid.nowners = (nowned + fattn_back_rows_nx - 1) / fattn_back_rows_nx;
+    grid.ntiles  = (nother + fattn_back_rows_ny - 1) / fattn_back_rows_ny;
 
     // two waves of four blocks
-    int64_t nsplits = 8*nsm / std::max<int64_t>(nheads*grid.nowners, 1);
-    nsplits = std::min<int64_t>(nsplits, grid.ntiles);
-    nsplits = std::min<int64_t>(nsplits, limit / std::max<size_t>(nbytes, 1));
-    nsplits = std::max<int64_t>(nsplits, 1);
-    grid.tiles_per_split = (grid.ntiles + nsplits - 1)/nsplits;
-    grid.nsplits         = std::max((grid.ntiles + grid.tiles_per_split - 1)/std::max(grid.tiles_per_split, 1), 1);
+    int64_t nsplits      = 8 * nsm / std::max<int64_t>(nheads * grid.nowners, 1);
+    nsplits              = std::min<int64_t>(nsplits, grid.ntiles);
+    nsplits              = std::min<int64_t>(nsplits, limit / std::max<size_t>(nbytes, 1));
+    nsplits              = std::max<int64_t>(nsplits, 1);
+    grid.tiles_per_split = (grid.ntiles + nsplits - 1) / nsplits;
+    grid.nsplits         = std::max((grid.ntiles + grid.tiles_per_split - 1) / std::max(grid.tiles_per_split, 1), 1);
     return grid;
 }
 
 template <fattn_back_rows_out out>
 static void fattn_back_rows_launch(
-        const fattn_back_args & args, const fattn_back_rows_grid & grid, const float2 * ref, float4 * stats, float * dst,
-        const int64_t split_stride, cudaStream_t stream) {
+    const fattn_back_args & args, const fattn_back_rows_grid & grid, const float2 * ref, float4 * stats, float * dst,
+    const int64_t split_stride, cudaStream_t stream) {
     const ggml_cuda_kernel_launch_params params(
-        dim3(grid.nblocks((int64_t) args.S*args.Hkv), 1, 1), dim3(fattn_back_rows_nthreads, 1, 1), 0, stream);
+        dim3(grid.nblocks((int64_t) args.S * args.Hkv), 1, 1), dim3(fattn_back_rows_nthreads, 1, 1), 0, stream);
     if constexpr (out == FATTN_BACK_ROWS_STATS) {
         ggml_cuda_kernel_launch(flash_attn_back_rows<out, 0>, params, args, grid, ref, stats, dst, split_stride);
     } else {
-        const int nc = ((out == FATTN_BACK_ROWS_DV ? args.Dv : args.Dk) + fattn_back_rows_nd - 1)/fattn_back_rows_nd;
+        const int nc = ((out == FATTN_BACK_ROWS_DV ? args.Dv : args.Dk) + fattn_back_rows_nd - 1) / fattn_back_rows_nd;
         if (nc <= 1) {
             ggml_cuda_kernel_launch(flash_attn_back_rows<out, 1>, params, args, grid, ref, stats, dst, split_stride);
         } else if (nc <= 2) {
@@ -625,7 +625,7 @@ static void fattn_back_rows_launch(
         } else if (nc <= 4) {
             ggml_cuda_kernel_launch(flash_attn_back_rows<out, 4>, params, args, grid, ref, stats, dst, split_stride);
         } else {
-            constexpr int nc_max = fattn_back_rows_max_head/fattn_back_rows_nd;
+            constexpr int nc_max = fattn_back_rows_max_head / fattn_back_rows_nd;
             ggml_cuda_kernel_launch(flash_attn_back_rows<out, nc_max>, params, args, grid, ref, stats, dst, split_stride);
         }
     }
@@ -634,27 +634,27 @@ static void fattn_back_rows_launch(
 // one gradient of nelements, by the rows that own it
 template <fattn_back_rows_out out>
 static void fattn_back_rows_gradient(
-        ggml_backend_cuda_context & ctx, const fattn_back_args & args, const float2 * ref, float * dst, const int64_t nelements) {
+    ggml_backend_cuda_context & ctx, const fattn_back_args & args, const float2 * ref, float * dst, const int64_t nelements) {
     if (dst == nullptr) {
         return;
     }
-    const int64_t nqueries = (int64_t) args.N*args.G;
+    const int64_t nqueries          = (int64_t) args.N * args.G;
     const fattn_back_rows_grid grid = fattn_back_rows_get_grid(
-        ggml_cuda_info().devices[ctx.device].nsm, (int64_t) args.S*args.Hkv,
+        ggml_cuda_info().devices[ctx.device].nsm, (int64_t) args.S * args.Hkv,
         out == FATTN_BACK_ROWS_DQ ? nqueries : args.kv_count, out == FATTN_BACK_ROWS_DQ ? args.M : nqueries,
-        nelements*sizeof(float), fattn_back_workspace_limit());
+        nelements * sizeof(float), fattn_back_workspace_limit());
 
     if (grid.nsplits == 1) {
         fattn_back_rows_launch<out>(args, grid, ref, nullptr, dst, 0, ctx.stream());
         return;
     }
-    ggml_cuda_pool_alloc<float> partial(ctx.pool(), grid.nsplits*nelements);
+    ggml_cuda_pool_alloc<float> partial(ctx.pool(), grid.nsplits * nelements);
     fattn_back_rows_launch<out>(args, grid, ref, nullptr, partial.get(), nelements, ctx.stream());
 
-    const int64_t n = nelements/4;
+    const int64_t n = nelements / 4;
     ggml_cuda_kernel_launch(flash_attn_back_rows_combine,
         ggml_cuda_kernel_launch_params(
-            dim3((n + fattn_back_rows_nthreads - 1)/fattn_back_rows_nthreads, 1, 1), dim3(fattn_back_rows_nthreads, 1, 1), 0, ctx.stream()),
+            dim3((n + fattn_back_rows_nthreads - 1) / fattn_back_rows_nthreads, 1, 1), dim3(fattn_back_rows_nthreads, 1, 1), 0, ctx.stream()),
         (const float4 *) partial.get(), (float4 *) dst, n, grid.nsplits);
 }
 
@@ -664,7 +664,7 @@ const char * ggml_cuda_flash_attn_back_rows_refusal(const int device, const ggml
     if (ggml_cuda_info().devices[device].warp_size != WARP_SIZE) {
         return "the device's warps do not have 32 threads";
     }
-    if (ggml_cuda_info().devices[device].smpb < 32*1024) {
+    if (ggml_cuda_info().devices[device].smpb < 32 * 1024) {
         return "the device has less than 32 KiB of shared memory per block";
     }
     if (node.Dk % 8 != 0 || node.Dk > fattn_back_rows_max_head || node.Dv % 8 != 0 || node.Dv > fattn_back_rows_max_head) {
@@ -681,41 +681,41 @@ const char * ggml_cuda_flash_attn_back_rows_refusal(const int device, const ggml
     }
 
     // the indices of rows in a KV head and of blocks are 32 bit; where there are splits the blocks are few
-    const int64_t nqueries = node.N*(node.H/node.Hkv);
-    const int64_t nheads   = node.S*node.Hkv;
+    const int64_t nqueries = node.N * (node.H / node.Hkv);
+    const int64_t nheads   = node.S * node.Hkv;
     const int64_t nmax     = INT_MAX - fattn_back_rows_ny;
-    if (nqueries > nmax || node.M > nmax || node.S*node.H*node.N > nmax ||
-        nheads*((node.kv_count + fattn_back_rows_nx - 1)/fattn_back_rows_nx) > nmax) {
+    if (nqueries > nmax || node.M > nmax || node.S * node.H * node.N > nmax ||
+        nheads * ((node.kv_count + fattn_back_rows_nx - 1) / fattn_back_rows_nx) > nmax) {
         return "more than 2^31 - 65 queries or keys in a KV head, query rows or tiles of keys";
     }
     return nullptr;
 }
 
 void ggml_cuda_flash_attn_back_rows(ggml_backend_cuda_context & ctx, ggml_tensor * dst) {
-    const fattn_back_args args  = fattn_back_get_args(dst);
-    const int64_t         nrows = (int64_t) args.S*args.H*args.N;
-    cudaStream_t          stream = ctx.stream();
+    const fattn_back_args args = fattn_back_get_args(dst);
+    const int64_t nrows        = (int64_t) args.S * args.H * args.N;
+    cudaStream_t stream        = ctx.stream();
 
     // every row's LSE in two parts; nothing to do without queries, but K and V still get their zeros
     ggml_cuda_pool_alloc<float2> ref(ctx.pool(), std::max<int64_t>(nrows, 1));
 
     if (nrows > 0) {
         const fattn_back_rows_grid grid = fattn_back_rows_get_grid(
-            ggml_cuda_info().devices[ctx.device].nsm, (int64_t) args.S*args.Hkv, (int64_t) args.N*args.G, args.M,
-            nrows*sizeof(float4), fattn_back_workspace_limit());
-        ggml_cuda_pool_alloc<float4> stats(ctx.pool(), grid.nsplits*nrows);
+            ggml_cuda_info().devices[ctx.device].nsm, (int64_t) args.S * args.Hkv, (int64_t) args.N * args.G, args.M,
+            nrows * sizeof(float4), fattn_back_workspace_limit());
+        ggml_cuda_pool_alloc<float4> stats(ctx.pool(), grid.nsplits * nrows);
 
         fattn_back_rows_launch<FATTN_BACK_ROWS_STATS>(args, grid, nullptr, stats.get(), nullptr, nrows, stream);
         ggml_cuda_kernel_launch(flash_attn_back_rows_combine_stats,
             ggml_cuda_kernel_launch_params(
-                dim3((nrows*WARP_SIZE + fattn_back_rows_nthreads - 1)/fattn_back_rows_nthreads, 1, 1),
+                dim3((nrows * WARP_SIZE + fattn_back_rows_nthreads - 1) / fattn_back_rows_nthreads, 1, 1),
                 dim3(fattn_back_rows_nthreads, 1, 1), 0, stream),
             args, grid.nsplits, (const float4 *) stats.get(), ref.get());
     }
 
-    fattn_back_rows_gradient<FATTN_BACK_ROWS_DQ>(ctx, args, ref.get(), args.dQ, nrows*args.Dk);
-    fattn_back_rows_gradient<FATTN_BACK_ROWS_DK>(ctx, args, ref.get(), args.dK, (int64_t) args.S*args.Hkv*args.kv_count*args.Dk);
-    fattn_back_rows_gradient<FATTN_BACK_ROWS_DV>(ctx, args, ref.get(), args.dV, (int64_t) args.S*args.Hkv*args.kv_count*args.Dv);
+    fattn_back_rows_gradient<FATTN_BACK_ROWS_DQ>(ctx, args, ref.get(), args.dQ, nrows * args.Dk);
+    fattn_back_rows_gradient<FATTN_BACK_ROWS_DK>(ctx, args, ref.get(), args.dK, (int64_t) args.S * args.Hkv * args.kv_count * args.Dk);
+    fattn_back_rows_gradient<FATTN_BACK_ROWS_DV>(ctx, args, ref.get(), args.dV, (int64_t) args.S * args.Hkv * args.kv_count * args.Dv);
 
     if (args.dSinks != nullptr) {
         ggml_cuda_kernel_launch(flash_attn_back_rows_sinks,

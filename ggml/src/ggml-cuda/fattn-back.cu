@@ -1,5 +1,6 @@
 #include "fattn-back.cuh"
 #include "fattn-back-hopper.cuh"
+#include "fattn-back-mma.cuh"
 #include "fattn-back-rows.cuh"
 #include "ggml-backend.h"
 
@@ -15,13 +16,14 @@ struct fattn_back_path {
 // in order of preference; the last one takes whatever the operator does, so that its refusal is the operator's
 static constexpr fattn_back_path fattn_back_paths[] = {
     { "hopper", ggml_cuda_flash_attn_back_hopper_refusal, ggml_cuda_flash_attn_back_hopper },
+    { "mma", ggml_cuda_flash_attn_back_mma_refusal, ggml_cuda_flash_attn_back_mma },
     { "rows", ggml_cuda_flash_attn_back_rows_refusal, ggml_cuda_flash_attn_back_rows },
 };
 
 // the path that runs the node; NULL if none does, then reason says why
 static const fattn_back_path * fattn_back_choose(const int device, const ggml_tensor * dst, const char ** reason) {
     const char * forced = getenv("GGML_CUDA_FATTN_BACK_PATH");
-    *reason = nullptr;
+    *reason             = nullptr;
     for (const fattn_back_path & path : fattn_back_paths) {
         if (forced != nullptr && strcmp(forced, path.name) != 0) {
             continue;

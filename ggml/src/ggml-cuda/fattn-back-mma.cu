@@ -1,0 +1,49 @@
+#include "fattn-back-mma.cuh"
+#include "fattn-back-mma-host.cuh"
+
+const char * ggml_cuda_flash_attn_back_mma_refusal(const int device, const ggml_tensor * dst) {
+    const ggml_flash_attn_back_node node = ggml_flash_attn_back_decode(dst);
+    const auto & info                    = ggml_cuda_info().devices[device];
+
+    if (!ampere_mma_available(info.cc) || !cp_async_available(info.cc)) {
+        return "the device or the build has no mma of Ampere or newer";
+    }
+    const fattn_back_mma_case * kernels = fattn_back_mma_get_case(node.Dk, node.Dv);
+    if (node.Dk % 8 != 0 || node.Dv % 8 != 0 || kernels == nullptr) {
+        return "the head sizes are not multiples of 8 up to 256";
+    }
+    if ((size_t) fattn_back_mma_smem(ggml_cuda_highest_compiled_arch(info.cc)) > info.smpbo) {
+        return "the device has too little shared memory";
+    }
+    if (!fattn_back_type_supported(dst->src[GGML_FLASH_ATTN_BACK_SRC_K]->type) ||
+        !fattn_back_type_supported(dst->src[GGML_FLASH_ATTN_BACK_SRC_V]->type)) {
+        return "K or V is not of type F32, F16, BF16, q8_0, q4_0, q4_1, q5_0 or q5_1";
+    }
+    for (int i = GGML_FLASH_ATTN_BACK_SRC_Q; i <= GGML_FLASH_ATTN_BACK_SRC_DO; ++i) {
+        if (!fattn_back_aligned(dst->src[i])) {
+            return "a source's strides do not keep its elements aligned";
+        }
+    }
+    const ggml_tensor * mask = dst->src[GGML_FLASH_ATTN_BACK_SRC_MASK];
+    const int64_t max_grid   = 65535; // in y and z
+    // the errors of fp16 operands average over the rows of a head
+    if (node.N < 32 || node.M < FATTN_BACK_MMA_GRANULE) {
+        return "fewer than 32 queries or 64 keys";
+    }
+    if (node.S * node.Hkv > max_grid || (mask != nullptr && (mask->ne[2] * mask->ne[3] > max_grid || node.N > max_grid * FATTN_BACK_MMA_ROWS))) {
+        return "more than 65535 KV heads, masks or blocks of queries";
+    }
+    if (node.M > INT_MAX / 4 || node.N * (node.H / node.Hkv) > INT_MAX / 4) {
+        return "more than 2^29 queries or keys in a KV head";
+    }
+    return nullptr;
+}
+
+void ggml_cuda_flash_attn_back_mma(ggml_backend_cuda_context & ctx, ggml_tensor * dst) {
+    const auto & info        = ggml_cuda_info().devices[ctx.device];
+    fattn_back_mma_plan plan = fattn_back_mma_make_plan(
+        fattn_back_get_args(dst), ggml_flash_attn_back_decode(dst).prec == GGML_PREC_F32,
+        ggml_cuda_highest_compiled_arch(info.cc), info.nsm, fattn_back_workspace_limit());
+    ggml_cuda_pool_alloc<char> workspace(ctx.pool(), plan.nbytes);
+    fattn_back_mma_run(plan, workspace.get(), ctx.stream());
+}

@@ -1,0 +1,10 @@
+#pragma once
+
+#include "common.cuh"
+
+// FLASH_ATTN_BACK on tensor cores through mma.sync, Ampere and newer
+
+// why this path does not take the node, NULL if it does
+const char * ggml_cuda_flash_attn_back_mma_refusal(int device, const ggml_tensor * dst);
+
+void ggml_cuda_flash_attn_back_mma(ggml_backend_cuda_context & ctx, ggml_tensor * dst);
