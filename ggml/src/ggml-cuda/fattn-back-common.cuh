@@ -53,6 +53,25 @@ struct fattn_back_args {
     int H;
     int Hkv;
     int G; // query heads of a KV head
+
+    // groups of query heads whose KV head may be hidden from them all by their own masks
+    __host__ __device__ int mask_groups() const {
+        return mask_nheads > 1 ? Hkv : 1;
+    }
+
+    // index of a KV head of a sequence (s*Hkv + g) among the [mask_nseqs][mask_groups()] sets of masks
+    __host__ __device__ int mask_group(const int unit) const {
+        return unit / Hkv % mask_nseqs * mask_groups() + unit % Hkv % mask_groups();
+    }
+
+    // number of mask heads of a group, and the i-th one
+    __host__ __device__ int group_nmasks() const {
+        return G < mask_nheads ? G : mask_nheads;
+    }
+
+    __host__ __device__ int group_mask(const int group, const int i) const {
+        return (group % mask_groups() * G + i) % mask_nheads;
+    }
     int S;
 
     int kv_first; // keys [kv_first, kv_first + kv_count) get dK and dV

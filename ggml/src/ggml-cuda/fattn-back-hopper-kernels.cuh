@@ -57,7 +57,7 @@ struct fattn_back_hopper_params {
 
     uint8_t * tiles; // [mask_nseqs][mask_nheads][QT][KT], NULL without a mask
     uint64_t * seen;  // [mask_nseqs][mask_nheads][QT][KT] bits: keys of the tile that some row sees
-    uint64_t * used;  // [mask_nseqs][KT] keys that some row sees
+    uint64_t * used;  // [mask_nseqs][mask_groups][KT] keys that some row sees
 
     int nparts;        // of the statistics of the operands
     float * colparts; // [units][2][nparts][3*256 + 1] sums, minima, maxima of K's and V's columns, number of keys

@@ -47,22 +47,26 @@ static __global__ void __launch_bounds__(FATTN_BACK_HOPPER_PREP_THREADS) flash_a
     }
 }
 
-// Keys that some row sees, under any mask head. Grid: key tiles, mask sequences; the threads share the query tiles.
+// Keys that some row of a KV head sees. Grid: key tiles, mask sequences and groups; the threads share the query tiles.
 static __global__ void __launch_bounds__(32) flash_attn_back_hopper_mask_used(const __grid_constant__ fattn_back_hopper_params p) {
-    const int n   = p.a.mask_nheads * p.QT;
-    uint64_t used = 0;
-    for (int i = threadIdx.x; i < n; i += 32) {
-        used |= p.seen[((int64_t) blockIdx.y * n + i) * p.KT + blockIdx.x];
+    const int group = blockIdx.y;
+    const int seq   = group / p.a.mask_groups();
+    uint64_t used   = 0;
+    for (int i = 0; i < p.a.group_nmasks(); ++i) {
+        const int64_t mask = (int64_t) seq * p.a.mask_nheads + p.a.group_mask(group, i);
+        for (int qt = threadIdx.x; qt < p.QT; qt += 32) {
+            used |= p.seen[(mask * p.QT + qt) * p.KT + blockIdx.x];
+        }
     }
     const uint32_t lo = __reduce_or_sync(0xFFFFFFFF, (uint32_t) used);
     const uint32_t hi = __reduce_or_sync(0xFFFFFFFF, (uint32_t) (used >> 32));
     if (threadIdx.x == 0) {
-        p.used[blockIdx.y * p.KT + blockIdx.x] = (uint64_t) hi << 32 | lo;
+        p.used[(int64_t) group * p.KT + blockIdx.x] = (uint64_t) hi << 32 | lo;
     }
 }
 
 static __device__ __forceinline__ bool fattn_back_hopper_used(const fattn_back_hopper_params & p, const int unit, const int key) {
-    return key < p.a.M && (p.used == nullptr || (p.used[(unit / p.a.Hkv % p.a.mask_nseqs) * p.KT + key / FATTN_BACK_HOPPER_ROWS] >> key % FATTN_BACK_HOPPER_ROWS & 1) != 0);
+    return key < p.a.M && (p.used == nullptr || (p.used[(int64_t) p.a.mask_group(unit) * p.KT + key / FATTN_BACK_HOPPER_ROWS] >> key % FATTN_BACK_HOPPER_ROWS & 1) != 0);
 }
 
 // A row is loaded by D/8 threads, thread i takes the components [c, c + 4) and [c + 16, c + 20), c = first(i)

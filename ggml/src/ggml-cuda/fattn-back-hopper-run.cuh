@@ -28,7 +28,7 @@ static size_t fattn_back_hopper_layout(fattn_back_hopper_params & p, char * base
         const int64_t n = (int64_t) p.a.mask_nseqs * p.a.mask_nheads * p.QT * p.KT;
         take(p.tiles, n);
         take(p.seen, n);
-        take(p.used, (int64_t) p.a.mask_nseqs * p.KT);
+        take(p.used, (int64_t) p.a.mask_nseqs * p.a.mask_groups() * p.KT);
     }
     take(p.mean_k, total * FATTN_BACK_HOPPER_MAX_D);
     take(p.mean_v, total * FATTN_BACK_HOPPER_MAX_D);
@@ -180,7 +180,7 @@ static void fattn_back_hopper_passes(const fattn_back_hopper_plan & plan, char *
             constexpr int n = FATTN_BACK_HOPPER_PREP_THREADS / FATTN_BACK_HOPPER_ROWS;
             const dim3 grid((p.KT + n - 1) / n, p.QT, p.a.mask_nheads * p.a.mask_nseqs);
             flash_attn_back_hopper_mask_tiles<<<grid, FATTN_BACK_HOPPER_PREP_THREADS, 0, stream>>>(p);
-            flash_attn_back_hopper_mask_used<<<dim3(p.KT, p.a.mask_nseqs), 32, 0, stream>>>(p);
+            flash_attn_back_hopper_mask_used<<<dim3(p.KT, p.a.mask_nseqs * p.a.mask_groups()), 32, 0, stream>>>(p);
             CUDA_CHECK(cudaGetLastError());
         }
         for (p.unit0 = 0; p.unit0 < total; p.unit0 += p.units) {

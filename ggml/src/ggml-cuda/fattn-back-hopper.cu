@@ -44,8 +44,8 @@ const char * ggml_cuda_flash_attn_back_hopper_refusal(const int device, const gg
         }
     }
     // the rounding to fp16 has to average out over a head for its NMSE to stay within the operator's limit
-    if (node.N < 32 || node.M < 32) {
-        return "fewer than 32 queries or keys: a head with so few does not average the rounding to fp16";
+    if (node.N < 64 || node.M < 64) {
+        return "fewer than 64 queries or keys: a head with so few does not average the rounding to fp16";
     }
     const ggml_tensor * mask = dst->src[GGML_FLASH_ATTN_BACK_SRC_MASK];
     const int64_t max_grid   = 65535; // in y and z

@@ -52,7 +52,7 @@ struct fattn_back_mma_params {
     // of the mask
     uint8_t * tiles; // [mask_nseqs][mask_nheads][QB][KT], NULL without a mask
     uint8_t * seen;  // [mask_nseqs][mask_nheads][QB][128*KT] keys that some row of the query block sees
-    uint8_t * used;  // [mask_nseqs][128*KT] keys that some row sees
+    uint8_t * used;  // [mask_nseqs][mask_groups][128*KT] keys that some row sees
 
     // group of units whose operands are in the workspace
     int unit0;

@@ -84,7 +84,7 @@ static size_t fattn_back_mma_layout(fattn_back_mma_plan & plan, char * base) {
         const int64_t nqb = (int64_t) p.a.mask_nheads * p.a.mask_nseqs * p.QB;
         take(p.tiles, nqb * p.KT);
         take(p.seen, nqb * p.keys());
-        take(p.used, p.a.mask_nseqs * p.keys());
+        take(p.used, p.a.mask_nseqs * p.a.mask_groups() * p.keys());
     }
 
     const int64_t units = plan.max_units;
@@ -241,7 +241,7 @@ static void fattn_back_mma_run(fattn_back_mma_plan & plan, char * workspace, cud
         const dim3 grid(p.KT, p.QB, p.a.mask_nheads * p.a.mask_nseqs);
         flash_attn_back_mask_tiles<<<grid, FATTN_BACK_MMA_KEYS, 0, stream>>>(p);
         CUDA_CHECK(cudaGetLastError());
-        const dim3 grid_used((p.keys() + FATTN_BACK_PREP_THREADS - 1) / FATTN_BACK_PREP_THREADS, p.a.mask_nseqs);
+        const dim3 grid_used((p.keys() + FATTN_BACK_PREP_THREADS - 1) / FATTN_BACK_PREP_THREADS, p.a.mask_nseqs * p.a.mask_groups());
         flash_attn_back_mask_used<<<grid_used, FATTN_BACK_PREP_THREADS, 0, stream>>>(p);
         CUDA_CHECK(cudaGetLastError());
     }

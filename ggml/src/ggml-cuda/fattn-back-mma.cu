@@ -27,8 +27,8 @@ const char * ggml_cuda_flash_attn_back_mma_refusal(const int device, const ggml_
     const ggml_tensor * mask = dst->src[GGML_FLASH_ATTN_BACK_SRC_MASK];
     const int64_t max_grid   = 65535; // in y and z
     // the errors of fp16 operands average over the rows of a head
-    if (node.N < 32 || node.M < FATTN_BACK_MMA_GRANULE) {
-        return "fewer than 32 queries or 64 keys";
+    if (node.N < 64 || node.M < FATTN_BACK_MMA_GRANULE) {
+        return "fewer than 64 queries or keys";
     }
     if (node.S * node.Hkv > max_grid || (mask != nullptr && (mask->ne[2] * mask->ne[3] > max_grid || node.N > max_grid * FATTN_BACK_MMA_ROWS))) {
         return "more than 65535 KV heads, masks or blocks of queries";

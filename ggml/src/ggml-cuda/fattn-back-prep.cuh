@@ -39,22 +39,26 @@ static __global__ void __launch_bounds__(FATTN_BACK_MMA_KEYS) flash_attn_back_ma
     }
 }
 
-// Keys that some row sees, of any mask head. Grid: key blocks, mask sequences; one thread a key.
+// Keys that some row of a KV head sees. Grid: key blocks, mask sequences and groups; one thread a key.
 static __global__ void __launch_bounds__(FATTN_BACK_PREP_THREADS) flash_attn_back_mask_used(const fattn_back_mma_params p) {
     const int64_t key = (int64_t) blockIdx.x * FATTN_BACK_PREP_THREADS + threadIdx.x;
     if (key >= p.keys()) {
         return;
     }
-    const int n  = p.a.mask_nheads * p.QB;
-    uint8_t used = 0;
-    for (int i = 0; i < n; ++i) {
-        used |= p.seen[((int64_t) blockIdx.y * n + i) * p.keys() + key];
+    const int group = blockIdx.y;
+    const int seq   = group / p.a.mask_groups();
+    uint8_t used    = 0;
+    for (int i = 0; i < p.a.group_nmasks(); ++i) {
+        const int64_t mask = (int64_t) seq * p.a.mask_nheads + p.a.group_mask(group, i);
+        for (int qb = 0; qb < p.QB; ++qb) {
+            used |= p.seen[(mask * p.QB + qb) * p.keys() + key];
+        }
     }
-    p.used[blockIdx.y * p.keys() + key] = used;
+    p.used[group * p.keys() + key] = used;
 }
 
 static __device__ __forceinline__ bool fattn_back_prep_used(const fattn_back_mma_params & p, const int unit, const int64_t key) {
-    return key < p.a.M && (p.used == nullptr || p.used[(unit / p.a.Hkv % p.a.mask_nseqs) * p.keys() + key] != 0);
+    return key < p.a.M && (p.used == nullptr || p.used[p.a.mask_group(unit) * p.keys() + key] != 0);
 }
 
 // as fattn_back_load8, the type at run time
