@@ -56,7 +56,8 @@ struct flash_attn_back_args {
     const std::string layout = get("layout", "cont");
     const bool vview         = integer("vview", 0) != 0;
 
-    explicit flash_attn_back_args(const char * text) : text(text) {}
+    explicit flash_attn_back_args(const char * text) :
+        text(text) {}
 
     // captures are files that only pyharness reads
     static bool is_capture(const char * text) {
@@ -163,7 +164,8 @@ struct test_flash_attn_back : public test_case {
 
     uint64_t flops = 0;
 
-    explicit test_flash_attn_back(const char * text) : a(text) {}
+    explicit test_flash_attn_back(const char * text) :
+        a(text) {}
 
     std::string vars() override {
         return a.text;
@@ -452,7 +454,8 @@ struct test_flash_attn_ext_grad : public test_case {
 
     std::vector<ggml_tensor *> inputs; // q, k, v, d, sinks
 
-    explicit test_flash_attn_ext_grad(const char * text) : a(text) {}
+    explicit test_flash_attn_ext_grad(const char * text) :
+        a(text) {}
 
     std::string op_desc(ggml_tensor * t) override {
         GGML_UNUSED(t);
