@@ -2,42 +2,43 @@
 
 #include "fattn-back-mma-common.cuh"
 
-#ifndef F_SLICE
-#define F_SLICE 32
-#endif
-#ifndef F_SHARED
-#define F_SHARED 128
-#endif
-#define FATTN_BACK_GRADS_SLICE     F_SLICE // rows (dV, dK) or keys (dQ) of a pipeline stage
+#define FATTN_BACK_GRADS_SLICE     32 // rows (dV, dK) or keys (dQ) of a pipeline stage
 #define FATTN_BACK_GRADS_MAX_ITEMS 256 // of a block
 #define FATTN_BACK_GRADS_MAX_TILES 16 // of a block
 #define FATTN_BACK_GRADS_LIST_SIZE (FATTN_BACK_GRADS_MAX_ITEMS * 4 + FATTN_BACK_GRADS_MAX_TILES * 8 + 32 + 256 * 4) // with D of dQ's rows
 #define FATTN_BACK_GRADS_PLANE     (FATTN_BACK_GRADS_SLICE * FATTN_BACK_MMA_KEYS * (int) sizeof(half))
 
-// What a block does. Up to head size 128 its two groups of 4 warps share a stage: dV and dK of a key tile share the pairs, dQ of two pairs
+// architecture of this pass of the compiler; the host's launch bounds are not used
+#ifdef __CUDA_ARCH__
+#    define FATTN_BACK_GRADS_ARCH __CUDA_ARCH__
+#else
+#    define FATTN_BACK_GRADS_ARCH 900
+#endif
+
+// What a block does. Up to head size 128, where the shared memory takes it, its two groups of 4 warps share a stage: dV and dK of a key tile share the pairs, dQ of two pairs
 // of row blocks shares K. Beyond, the two groups have half of the columns each of one gradient of one tile.
 enum fattn_back_grads_role { FATTN_BACK_GRADS_KV,
     FATTN_BACK_GRADS_V,
     FATTN_BACK_GRADS_K,
     FATTN_BACK_GRADS_Q };
 
-static constexpr __host__ __device__ bool fattn_back_grads_shared(const int D) {
-    return D <= F_SHARED;
+static constexpr __host__ __device__ bool fattn_back_grads_shared(const int arch, const int D) {
+    return D <= 128 && fattn_back_mma_smem(arch) > 99 * 1024;
 }
 
-static constexpr __host__ __device__ int fattn_back_grads_threads(const int D) {
-    return D <= 128 && !fattn_back_grads_shared(D) ? 128 : 256;
+static constexpr __host__ __device__ int fattn_back_grads_threads(const int arch, const int D) {
+    return D <= 128 && !fattn_back_grads_shared(arch, D) ? 128 : 256;
 }
 
 // blocks of a multiprocessor
 static constexpr __host__ __device__ int fattn_back_grads_occupancy(const int arch, const int D) {
-    return fattn_back_mma_smem(arch) <= 99 * 1024 ? 1 : fattn_back_grads_threads(D) == 128 ? (D <= 64 ? 3 : 2)
-                                                                                           : 1;
+    return fattn_back_mma_smem(arch) <= 99 * 1024 ? 1 : fattn_back_grads_threads(arch, D) == 128 ? (D <= 64 ? 3 : 2)
+                                                                                                 : 1;
 }
 
 // pairs of row blocks of a dQ tile
-static constexpr __host__ __device__ int fattn_back_grads_pairs_q(const int D) {
-    return fattn_back_grads_shared(D) ? 2 : 1;
+static constexpr __host__ __device__ int fattn_back_grads_pairs_q(const int arch, const int D) {
+    return fattn_back_grads_shared(arch, D) ? 2 : 1;
 }
 
 // Layout of a stage: planes of 32x128 pairs, 32 rows of the other operands padded against bank conflicts, factors and D.
@@ -48,15 +49,23 @@ struct fattn_back_grads_stage {
     int dO;      // offset of dO
     int factors; // offset: dV, dK: of dV for 2 granules x rows, the same for dK, D_hi, D_lo of the rows; dQ: 128 floats for each group
     int bytes;
-
-    constexpr __host__ __device__ fattn_back_grads_stage(const fattn_back_grads_role role, const int Dk, const int Dv, const bool softcap) : planes(role == FATTN_BACK_GRADS_V ? 1 : softcap ? 3
-                                                                                                                                                                                             : 2),
-                                                                                                                                             pairs(planes * FATTN_BACK_GRADS_PLANE),
-                                                                                                                                             operand((role == FATTN_BACK_GRADS_Q ? fattn_back_grads_pairs_q(Dk > Dv ? Dk : Dv) : 1) * pairs),
-                                                                                                                                             dO(operand + (role == FATTN_BACK_GRADS_V ? 0 : FATTN_BACK_GRADS_SLICE * (2 * Dk + 16))),
-                                                                                                                                             factors(role == FATTN_BACK_GRADS_K || role == FATTN_BACK_GRADS_Q ? dO : dO + FATTN_BACK_GRADS_SLICE * (2 * Dv + 16)),
-                                                                                                                                             bytes(factors + (role == FATTN_BACK_GRADS_Q ? 512 * fattn_back_grads_pairs_q(Dk > Dv ? Dk : Dv) : 12 * FATTN_BACK_GRADS_SLICE)) {}
 };
+
+static constexpr __host__ __device__ fattn_back_grads_stage fattn_back_grads_get_stage(
+    const int arch, const fattn_back_grads_role role, const int Dk, const int Dv, const bool softcap) {
+    const bool is_q  = role == FATTN_BACK_GRADS_Q;
+    const int npairs = is_q ? fattn_back_grads_pairs_q(arch, Dk > Dv ? Dk : Dv) : 1;
+
+    fattn_back_grads_stage st = {};
+    st.planes                 = role == FATTN_BACK_GRADS_V ? 1 : softcap ? 3
+                                                                         : 2;
+    st.pairs                  = st.planes * FATTN_BACK_GRADS_PLANE;
+    st.operand                = npairs * st.pairs;
+    st.dO                     = st.operand + (role == FATTN_BACK_GRADS_V ? 0 : FATTN_BACK_GRADS_SLICE * (2 * Dk + 16));
+    st.factors                = st.dO + (role == FATTN_BACK_GRADS_K || is_q ? 0 : FATTN_BACK_GRADS_SLICE * (2 * Dv + 16));
+    st.bytes                  = st.factors + (is_q ? 512 * npairs : 12 * FATTN_BACK_GRADS_SLICE);
+    return st;
+}
 
 // shared memory of a block, and the stages of a role in it
 static constexpr __host__ __device__ int fattn_back_grads_smem(const int arch, const int D) {
@@ -66,7 +75,7 @@ static constexpr __host__ __device__ int fattn_back_grads_smem(const int arch, c
 
 static constexpr __host__ __device__ int fattn_back_grads_stages(
     const int arch, const fattn_back_grads_role role, const int Dk, const int Dv, const bool softcap) {
-    const int n = (fattn_back_grads_smem(arch, Dk > Dv ? Dk : Dv) - FATTN_BACK_GRADS_LIST_SIZE) / fattn_back_grads_stage(role, Dk, Dv, softcap).bytes;
+    const int n = (fattn_back_grads_smem(arch, Dk > Dv ? Dk : Dv) - FATTN_BACK_GRADS_LIST_SIZE) / fattn_back_grads_get_stage(arch, role, Dk, Dv, softcap).bytes;
     return n < 6 ? n : 6;
 }
 
@@ -77,18 +86,18 @@ static constexpr __host__ __device__ int fattn_back_grads_stages(
 template <int Dk, int Dv, fattn_back_grads_role role, bool softcap>
 static __device__ __forceinline__ void fattn_back_grads_tiles(
     const fattn_back_mma_params & p, const int cunit, const int tile0, const int ntiles, const int part) {
-    constexpr int D_max    = Dk > Dv ? Dk : Dv;
-    constexpr bool is_q    = role == FATTN_BACK_GRADS_Q;
-    constexpr bool shared  = fattn_back_grads_shared(D_max);
-    constexpr int nthreads = fattn_back_grads_threads(D_max);
-    constexpr int slice    = FATTN_BACK_GRADS_SLICE;
-    constexpr int plane_sz = FATTN_BACK_GRADS_PLANE;
-    constexpr int npairs   = is_q ? fattn_back_grads_pairs_q(D_max) : 1;
-    constexpr fattn_back_grads_stage st(role, Dk, Dv, softcap);
-    constexpr int nst    = fattn_back_grads_stages(__CUDA_ARCH__, role, Dk, Dv, softcap);
-    constexpr int NC     = role == FATTN_BACK_GRADS_V ? Dv : Dk;
-    constexpr bool split = D_max > 128; // two groups, by columns
-    constexpr int ncw    = split ? NC / 2 : NC; // columns of a warp
+    constexpr int D_max                 = Dk > Dv ? Dk : Dv;
+    constexpr bool is_q                 = role == FATTN_BACK_GRADS_Q;
+    constexpr bool shared               = fattn_back_grads_shared(FATTN_BACK_GRADS_ARCH, D_max);
+    constexpr int nthreads              = fattn_back_grads_threads(FATTN_BACK_GRADS_ARCH, D_max);
+    constexpr int slice                 = FATTN_BACK_GRADS_SLICE;
+    constexpr int plane_sz              = FATTN_BACK_GRADS_PLANE;
+    constexpr int npairs                = is_q ? fattn_back_grads_pairs_q(FATTN_BACK_GRADS_ARCH, D_max) : 1;
+    constexpr fattn_back_grads_stage st = fattn_back_grads_get_stage(FATTN_BACK_GRADS_ARCH, role, Dk, Dv, softcap);
+    constexpr int nst                   = fattn_back_grads_stages(FATTN_BACK_GRADS_ARCH, role, Dk, Dv, softcap);
+    constexpr int NC                    = role == FATTN_BACK_GRADS_V ? Dv : Dk;
+    constexpr bool split                = D_max > 128; // two groups, by columns
+    constexpr int ncw                   = split ? NC / 2 : NC; // columns of a warp
     static_assert(ncw % 16 == 0 && (!shared || Dk == Dv), "bad head sizes");
     static_assert(nst >= 2, "too little shared memory");
 
@@ -102,7 +111,7 @@ static __device__ __forceinline__ void fattn_back_grads_tiles(
     const int unit           = p.unit0 + lunit;
 
     // The row blocks or key tiles of this part, in order, in shared memory. For dQ with the pairs of row blocks that have pairs there.
-    int * items    = (int *) (smem + fattn_back_grads_smem(__CUDA_ARCH__, D_max) - FATTN_BACK_GRADS_LIST_SIZE);
+    int * items    = (int *) (smem + fattn_back_grads_smem(FATTN_BACK_GRADS_ARCH, D_max) - FATTN_BACK_GRADS_LIST_SIZE);
     int * nitems   = items + FATTN_BACK_GRADS_MAX_ITEMS;  // of a tile in this part
     int * nall     = nitems + FATTN_BACK_GRADS_MAX_TILES; // of a tile
     int * count    = nall + FATTN_BACK_GRADS_MAX_TILES;
@@ -507,11 +516,11 @@ static __device__ __forceinline__ void fattn_back_grads_tiles(
 // Where there are few row blocks a block has several tiles of dV or dK, whose loads run ahead while the result of one is written.
 // Shared memory: a ring of stages, each of some rows or keys, and the list of row blocks or key tiles.
 template <int Dk, int Dv, bool softcap>
-static __global__ void __launch_bounds__(fattn_back_grads_threads(Dk > Dv ? Dk : Dv),
-    fattn_back_grads_threads(Dk > Dv ? Dk : Dv) == 128 ? (Dk <= 64 && Dv <= 64 ? 3 : 2) : 1)
+static __global__ void __launch_bounds__(fattn_back_grads_threads(FATTN_BACK_GRADS_ARCH, Dk > Dv ? Dk : Dv),
+    fattn_back_grads_threads(FATTN_BACK_GRADS_ARCH, Dk > Dv ? Dk : Dv) == 128 ? (Dk <= 64 && Dv <= 64 ? 3 : 2) : 1)
 flash_attn_back_grads(const fattn_back_mma_params p) {
 #ifdef AMPERE_MMA_AVAILABLE
-    constexpr bool shared = fattn_back_grads_shared(Dk > Dv ? Dk : Dv);
+    constexpr bool shared = fattn_back_grads_shared(FATTN_BACK_GRADS_ARCH, Dk > Dv ? Dk : Dv);
     int i                 = blockIdx.x;
     const int tiles_q     = p.ntiles(true);
     const int nq          = p.a.dQ != nullptr ? p.cunits * tiles_q * p.max_parts_q() : 0;
@@ -550,7 +559,7 @@ flash_attn_back_grads(const fattn_back_mma_params p) {
 template <int Dk, int Dv, bool softcap>
 static void ggml_cuda_flash_attn_back_grads_case(const fattn_back_mma_params & p, const int arch, cudaStream_t stream) {
     constexpr int D_max   = Dk > Dv ? Dk : Dv;
-    const int n_kv        = fattn_back_grads_shared(D_max) ? p.a.dK != nullptr || p.a.dV != nullptr : (p.a.dK != nullptr) + (p.a.dV != nullptr);
+    const int n_kv        = fattn_back_grads_shared(arch, D_max) ? p.a.dK != nullptr || p.a.dV != nullptr : (p.a.dK != nullptr) + (p.a.dV != nullptr);
     const int64_t sets    = (p.ntiles(false) + p.tiles_kv - 1) / p.tiles_kv;
     const int64_t nblocks = p.cunits * ((p.a.dQ != nullptr ? (int64_t) p.ntiles(true) * p.max_parts_q() : 0) + n_kv * sets * p.max_parts_kv());
     if (nblocks == 0) {
@@ -558,7 +567,7 @@ static void ggml_cuda_flash_attn_back_grads_case(const fattn_back_mma_params & p
     }
     const int smem = fattn_back_grads_smem(arch, D_max);
     CUDA_SET_SHARED_MEMORY_LIMIT((flash_attn_back_grads<Dk, Dv, softcap>), smem);
-    flash_attn_back_grads<Dk, Dv, softcap><<<nblocks, fattn_back_grads_threads(D_max), smem, stream>>>(p);
+    flash_attn_back_grads<Dk, Dv, softcap><<<nblocks, fattn_back_grads_threads(arch, D_max), smem, stream>>>(p);
     CUDA_CHECK(cudaGetLastError());
 }
 

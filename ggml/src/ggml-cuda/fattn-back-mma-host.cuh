@@ -32,11 +32,7 @@ static __global__ void __launch_bounds__(256) flash_attn_back_mma_dsinks(const f
 }
 
 // instances of the grads kernel; a node takes the first that its head sizes fit
-#ifdef F_FAST
-#define FATTN_BACK_MMA_CASES(F) F(64, 64) F(128, 128) F(256, 256)
-#else
 #define FATTN_BACK_MMA_CASES(F) F(64, 64) F(80, 80) F(96, 96) F(112, 112) F(128, 128) F(192, 128) F(256, 256)
-#endif
 
 struct fattn_back_mma_case {
     int Dk;
@@ -44,11 +40,7 @@ struct fattn_back_mma_case {
     void (*grads[2])(const fattn_back_mma_params & p, int arch, cudaStream_t stream); // without and with softcap
 };
 
-#ifdef F_FAST
-#define FATTN_BACK_MMA_CASE(Dk, Dv) { Dk, Dv, { ggml_cuda_flash_attn_back_grads_case<Dk, Dv, false>, nullptr } },
-#else
 #define FATTN_BACK_MMA_CASE(Dk, Dv) { Dk, Dv, { ggml_cuda_flash_attn_back_grads_case<Dk, Dv, false>, ggml_cuda_flash_attn_back_grads_case<Dk, Dv, true> } },
-#endif
 
 static const fattn_back_mma_case * fattn_back_mma_get_case(const int64_t Dk, const int64_t Dv) {
     static constexpr fattn_back_mma_case cases[] = { FATTN_BACK_MMA_CASES(FATTN_BACK_MMA_CASE) };
@@ -186,12 +178,12 @@ static fattn_back_mma_plan fattn_back_mma_make_plan(
     // parts of the grads kernel's sums: several for each slot of the device, so that no block is late, but none too short
     constexpr int slices_q  = FATTN_BACK_MMA_KEYS / FATTN_BACK_GRADS_SLICE;
     constexpr int slices_kv = FATTN_BACK_MMA_ROWS / FATTN_BACK_GRADS_SLICE;
-    const int shared        = fattn_back_grads_shared(D_max) ? 2 : 1; // products of a slice
+    const int shared        = fattn_back_grads_shared(arch, D_max) ? 2 : 1; // products of a slice
     const int64_t work_q    = args.dQ != nullptr ? (int64_t) plan.max_cunits * plan.max_cblocks / 2 * p.KT * slices_q / shared : 0;
     const int64_t work_kv   = (int64_t) plan.max_cunits * plan.max_cblocks * slices_kv * nkt * n_kv / shared;
     const int64_t len       = std::max<int64_t>((work_q + work_kv) / (4 * nslots), 16); // slices
     const int64_t len_q     = std::max<int64_t>((work_q + work_kv) / (2 * nslots), 16);
-    p.rows_q                = fattn_back_grads_pairs_q(D_max) * 2 * FATTN_BACK_MMA_ROWS;
+    p.rows_q                = fattn_back_grads_pairs_q(arch, D_max) * 2 * FATTN_BACK_MMA_ROWS;
     p.tiles_kv              = D_max > 128 ? 1 : std::clamp<int64_t>(len / (plan.max_cblocks * slices_kv), 1, std::clamp(FATTN_BACK_GRADS_MAX_ITEMS / plan.max_cblocks, 1, FATTN_BACK_GRADS_MAX_TILES));
     p.len_q                 = std::clamp<int64_t>(len_q / slices_q, 1, FATTN_BACK_GRADS_MAX_ITEMS);
     p.len_kv                = std::clamp<int64_t>(len / slices_kv, 1, FATTN_BACK_GRADS_MAX_ITEMS);

@@ -2,10 +2,7 @@
 
 #include "fattn-back-mma-common.cuh"
 
-#ifndef F_MI
-#define F_MI 4
-#endif
-#define FATTN_BACK_SCORES_GROUP     (512 / F_MI) // threads that share a pipeline
+#define FATTN_BACK_SCORES_GROUP     128 // threads that share a pipeline
 #define FATTN_BACK_SCORES_THREADS   (2 * FATTN_BACK_SCORES_GROUP)
 #define FATTN_BACK_SCORES_SLICE     32 // components of an operand in a pipeline stage
 #define FATTN_BACK_SCORES_OPERAND   (128 * FATTN_BACK_SCORES_SLICE * (int) sizeof(half)) // bytes of 128 rows of a slice
@@ -63,7 +60,7 @@ static __global__ void __launch_bounds__(FATTN_BACK_SCORES_THREADS, 1) flash_att
     const int group  = __shfl_sync(0xFFFFFFFF, threadIdx.x / FATTN_BACK_SCORES_GROUP, 0); // known to be uniform
     const int thread = threadIdx.x % FATTN_BACK_SCORES_GROUP;
     const int lane   = thread % WARP_SIZE;
-    constexpr int nm = F_MI;  // 16 rows of a warp
+    constexpr int nm = 4;  // 16 rows of a warp
     constexpr int nw = 8 / nm;  // warps by rows
     const int wr     = thread / WARP_SIZE % nw * nm * 16; // first row of the warp
     const int wm     = wr / FATTN_BACK_MMA_ROWS;        // row block
