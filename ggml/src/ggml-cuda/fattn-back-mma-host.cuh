@@ -200,7 +200,7 @@ template <bool softcap, bool resident, int nst>
 static bool fattn_back_mma_try_scores(const fattn_back_mma_plan & plan, cudaStream_t stream) {
     const fattn_back_mma_params & p = plan.p;
     const int smem                  = fattn_back_scores_smem(p.Pk, p.Pv, resident, nst);
-    if (smem > fattn_back_mma_smem(plan.arch)) {
+    if (smem > fattn_back_mma_smem(plan.arch) || !fattn_back_scores_built(plan.arch, resident, nst)) {
         return false;
     }
     CUDA_SET_SHARED_MEMORY_LIMIT((flash_attn_back_scores<softcap, resident, nst>), fattn_back_mma_smem(plan.arch));

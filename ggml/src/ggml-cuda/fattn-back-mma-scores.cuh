@@ -34,6 +34,11 @@ static __device__ __forceinline__ bool fattn_back_scores_sync_or(const int group
 }
 #endif // AMPERE_MMA_AVAILABLE
 
+// four stages beside resident rows are for more than 99 KB; with less the registers do not do for the loads ahead
+static constexpr __host__ __device__ bool fattn_back_scores_built(const int arch, const bool resident, const int nst) {
+    return !resident || nst <= 2 || fattn_back_mma_smem(arch) > 99 * 1024;
+}
+
 // S = QK^T and dP = dO V^T of 128 rows (two row blocks of a unit) and a strip of key tiles, 128x128 at a time: E = exp2(S - m) and
 // dP to the pair workspace, m and the sums over E, E dP to the granule arrays.
 // Grid: strips * pairs of row blocks (which vary first, so that neighbours share K and V in L2), units of the chunk.
@@ -45,6 +50,10 @@ static __device__ __forceinline__ bool fattn_back_scores_sync_or(const int group
 template <bool softcap, bool resident, int nst>
 static __global__ void __launch_bounds__(FATTN_BACK_SCORES_THREADS, 1) flash_attn_back_scores(const fattn_back_mma_params p) {
 #ifdef AMPERE_MMA_AVAILABLE
+    if constexpr (!fattn_back_scores_built(__CUDA_ARCH__, resident, nst)) {
+        NO_DEVICE_CODE;
+        return;
+    }
     constexpr int slice    = FATTN_BACK_SCORES_SLICE;
     constexpr int operand  = FATTN_BACK_SCORES_OPERAND;
     constexpr int stage_sz = resident ? operand : 2 * operand;
