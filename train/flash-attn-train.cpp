@@ -149,7 +149,9 @@ static int layer_of(const ggml_tensor * tensor) {
 // a GGUF file of contiguous copies of tensors
 class gguf_file {
 public:
-    gguf_file() : ctx(ggml_init({ 4096 * ggml_tensor_overhead(), nullptr, true })), file(gguf_init_empty()) {}
+    gguf_file() :
+        ctx(ggml_init({ 4096 * ggml_tensor_overhead(), nullptr, true })),
+        file(gguf_init_empty()) {}
 
     ~gguf_file() {
         gguf_free(file);
