@@ -61,10 +61,11 @@ REPEATED = (
 BUSY = "FLASH_ATTN_BACK(hsk=128,hsv=128,nh=4,nhkv=4,kv=512,nb=256)"
 
 SANITIZED = (
-    "FLASH_ATTN_BACK(hsk=64,hsv=64,nh=4,nhkv=2,kv=97,nb=33)",
+    "FLASH_ATTN_BACK(hsk=64,hsv=64,nh=4,nhkv=2,kv=97,nb=66)",
     "FLASH_ATTN_BACK(hsk=128,hsv=128,nh=2,nhkv=1,kv=160,nb=65,type_K=q8_0,type_V=q8_0,sinks=1)",
-    "FLASH_ATTN_BACK(hsk=256,hsv=256,nh=2,nhkv=2,kv=70,nb=40,mask=docs:9,softcap=10)",
-    "FLASH_ATTN_BACK(hsk=80,hsv=80,nh=4,nhkv=4,kv=50,nb=50,type_K=bf16,type_V=f32,mask=rows,layout=cache)",
+    "FLASH_ATTN_BACK(hsk=256,hsv=256,nh=2,nhkv=2,kv=130,nb=70,mask=docs:9)",
+    "FLASH_ATTN_BACK(hsk=256,hsv=256,nh=2,nhkv=2,kv=70,nb=64,mask=docs:9,softcap=10)",
+    "FLASH_ATTN_BACK(hsk=80,hsv=80,nh=4,nhkv=4,kv=80,nb=70,type_K=bf16,type_V=f32,mask=rows,layout=cache)",
     "FLASH_ATTN_BACK(hsk=192,hsv=128,nh=2,nhkv=1,kv=90,nb=20,mask=bias,max_bias=8,kv_first=64,kv_count=26)",
     "FLASH_ATTN_BACK(hsk=64,hsv=64,nh=2,nhkv=2,kv=30,nb=40,type_K=f32,type_V=f32,layout=strided,prec=f32)",
     "FLASH_ATTN_BACK(hsk=128,hsv=128,nh=2,nhkv=1,kv=300,nb=1,o=1)",
