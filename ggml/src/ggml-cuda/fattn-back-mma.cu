@@ -26,6 +26,10 @@ const char * ggml_cuda_flash_attn_back_mma_refusal(const int device, const ggml_
     }
     const ggml_tensor * mask = dst->src[GGML_FLASH_ATTN_BACK_SRC_MASK];
     const int64_t max_grid   = 65535; // in y and z
+    // with outlier channels in every operand dQ misses the limit (1.6e-5)
+    if (node.logit_softcap != 0.0f && dst->src[GGML_FLASH_ATTN_BACK_SRC_SINKS] != nullptr) {
+        return "a softcap together with sinks";
+    }
     // the errors of fp16 operands average over the rows of a head
     if (node.N < 64 || node.M < FATTN_BACK_MMA_GRANULE) {
         return "fewer than 64 queries or keys";
