@@ -289,3 +289,33 @@ static __device__ __forceinline__ void fattn_back_load8(
         }
     }
 }
+
+// the same, the type at run time; x[0..3] and x[4..7]
+static __device__ __forceinline__ void fattn_back_load8(
+    const fattn_back_src & src, const int64_t offset, const int e, const int D, float (&x)[8]) {
+    float4 & lo = *(float4 *) (x + 0);
+    float4 & hi = *(float4 *) (x + 4);
+    switch (src.type) {
+        case GGML_TYPE_F32:
+            return src.vec ? fattn_back_load8<GGML_TYPE_F32, true>(src, offset, e, D, lo, hi)
+                           : fattn_back_load8<GGML_TYPE_F32, false>(src, offset, e, D, lo, hi);
+        case GGML_TYPE_F16:
+            return src.vec ? fattn_back_load8<GGML_TYPE_F16, true>(src, offset, e, D, lo, hi)
+                           : fattn_back_load8<GGML_TYPE_F16, false>(src, offset, e, D, lo, hi);
+        case GGML_TYPE_BF16:
+            return src.vec ? fattn_back_load8<GGML_TYPE_BF16, true>(src, offset, e, D, lo, hi)
+                           : fattn_back_load8<GGML_TYPE_BF16, false>(src, offset, e, D, lo, hi);
+        case GGML_TYPE_Q8_0:
+            return fattn_back_load8<GGML_TYPE_Q8_0, false>(src, offset, e, D, lo, hi);
+        case GGML_TYPE_Q4_0:
+            return fattn_back_load8<GGML_TYPE_Q4_0, false>(src, offset, e, D, lo, hi);
+        case GGML_TYPE_Q4_1:
+            return fattn_back_load8<GGML_TYPE_Q4_1, false>(src, offset, e, D, lo, hi);
+        case GGML_TYPE_Q5_0:
+            return fattn_back_load8<GGML_TYPE_Q5_0, false>(src, offset, e, D, lo, hi);
+        case GGML_TYPE_Q5_1:
+            return fattn_back_load8<GGML_TYPE_Q5_1, false>(src, offset, e, D, lo, hi);
+        default:
+            break;
+    }
+}

@@ -77,37 +77,6 @@ static __device__ __forceinline__ int fattn_back_hopper_component(const int i, c
     return fattn_back_hopper_first(i) + j / 4 * 16 + j % 4;
 }
 
-template <int D>
-static __device__ __forceinline__ void fattn_back_hopper_load8(
-    const fattn_back_src & src, const int64_t offset, const int i, float (&x)[8]) {
-    const int e = fattn_back_hopper_first(i);
-    float4 & lo = *(float4 *) (x + 0);
-    float4 & hi = *(float4 *) (x + 4);
-    switch (src.type) {
-        case GGML_TYPE_F32:
-            return src.vec ? fattn_back_load8<GGML_TYPE_F32, true>(src, offset, e, D, lo, hi)
-                           : fattn_back_load8<GGML_TYPE_F32, false>(src, offset, e, D, lo, hi);
-        case GGML_TYPE_F16:
-            return src.vec ? fattn_back_load8<GGML_TYPE_F16, true>(src, offset, e, D, lo, hi)
-                           : fattn_back_load8<GGML_TYPE_F16, false>(src, offset, e, D, lo, hi);
-        case GGML_TYPE_BF16:
-            return src.vec ? fattn_back_load8<GGML_TYPE_BF16, true>(src, offset, e, D, lo, hi)
-                           : fattn_back_load8<GGML_TYPE_BF16, false>(src, offset, e, D, lo, hi);
-        case GGML_TYPE_Q8_0:
-            return fattn_back_load8<GGML_TYPE_Q8_0, false>(src, offset, e, D, lo, hi);
-        case GGML_TYPE_Q4_0:
-            return fattn_back_load8<GGML_TYPE_Q4_0, false>(src, offset, e, D, lo, hi);
-        case GGML_TYPE_Q4_1:
-            return fattn_back_load8<GGML_TYPE_Q4_1, false>(src, offset, e, D, lo, hi);
-        case GGML_TYPE_Q5_0:
-            return fattn_back_load8<GGML_TYPE_Q5_0, false>(src, offset, e, D, lo, hi);
-        case GGML_TYPE_Q5_1:
-            return fattn_back_load8<GGML_TYPE_Q5_1, false>(src, offset, e, D, lo, hi);
-        default:
-            break;
-    }
-}
-
 // x as row r of a tile, split: and what rounding leaves as row r of the next tile
 template <int D, bool split>
 static __device__ __forceinline__ void fattn_back_hopper_store8(half * tile, const int r, const int i, const float (&x)[8]) {
@@ -155,7 +124,7 @@ static __global__ void __launch_bounds__(FATTN_BACK_HOPPER_PREP_THREADS) flash_a
     for (int key = key0 + row; key < key1; key += nrows) {
         const bool used = fattn_back_hopper_used(p, unit, key);
         float y[8];
-        fattn_back_hopper_load8<D>(src, src.offset(key, unit % p.a.Hkv, unit / p.a.Hkv), i, y);
+        fattn_back_load8(src, src.offset(key, unit % p.a.Hkv, unit / p.a.Hkv), fattn_back_hopper_first(i), D, y);
 #pragma unroll
         for (int c = 0; c < 8; ++c) {
             x[0][c] += used ? y[c] : 0.0f;
@@ -292,7 +261,7 @@ static __global__ void __launch_bounds__(FATTN_BACK_HOPPER_PREP_THREADS) flash_a
             const int key   = blockIdx.x * FATTN_BACK_HOPPER_ROWS + r;
             const bool used = fattn_back_hopper_used(p, unit, key);
             float x[8];
-            fattn_back_hopper_load8<D>(src, src.offset(min(key, p.a.M - 1), unit % p.a.Hkv, unit / p.a.Hkv), i, x);
+            fattn_back_load8(src, src.offset(min(key, p.a.M - 1), unit % p.a.Hkv, unit / p.a.Hkv), fattn_back_hopper_first(i), D, x);
 #pragma unroll
             for (int c = 0; c < 8; ++c) {
                 x[c] = used ? (x[c] - mean[c]) * scale : 0.0f;
@@ -330,8 +299,8 @@ static __global__ void __launch_bounds__(FATTN_BACK_HOPPER_PREP_THREADS) flash_a
         float x[8]  = { 0.0f };
         float y[8]  = { 0.0f };
         if (q < p.a.N) {
-            fattn_back_hopper_load8<D>(p.a.q, p.a.q.offset(q, h, s), i, x);
-            fattn_back_hopper_load8<D>(p.a.dO, p.a.dO.offset(q, h, s), i, y);
+            fattn_back_load8(p.a.q, p.a.q.offset(q, h, s), fattn_back_hopper_first(i), D, x);
+            fattn_back_load8(p.a.dO, p.a.dO.offset(q, h, s), fattn_back_hopper_first(i), D, y);
         }
         float amax = 0.0f;
         float qk   = 0.0f;
@@ -407,7 +376,7 @@ static __global__ void __launch_bounds__(FATTN_BACK_HOPPER_PREP_THREADS) flash_a
         const int q = blockIdx.x * FATTN_BACK_HOPPER_ROWS + r;
         float x[8]  = { 0.0f };
         if (q < p.a.N) {
-            fattn_back_hopper_load8<D>(p.a.q, p.a.q.offset(q, h, s), i, x);
+            fattn_back_load8(p.a.q, p.a.q.offset(q, h, s), fattn_back_hopper_first(i), D, x);
         }
 #pragma unroll
         for (int c = 0; c < 8; ++c) {

@@ -61,36 +61,6 @@ static __device__ __forceinline__ bool fattn_back_prep_used(const fattn_back_mma
     return key < p.a.M && (p.used == nullptr || p.used[p.a.mask_group(unit) * p.keys() + key] != 0);
 }
 
-// as fattn_back_load8, the type at run time
-static __device__ __forceinline__ void fattn_back_prep_load8(
-    const fattn_back_src & src, const int64_t offset, const int e, const int D, float (&x)[8]) {
-    float4 & lo = *(float4 *) (x + 0);
-    float4 & hi = *(float4 *) (x + 4);
-    switch (src.type) {
-        case GGML_TYPE_F32:
-            return src.vec ? fattn_back_load8<GGML_TYPE_F32, true>(src, offset, e, D, lo, hi)
-                           : fattn_back_load8<GGML_TYPE_F32, false>(src, offset, e, D, lo, hi);
-        case GGML_TYPE_F16:
-            return src.vec ? fattn_back_load8<GGML_TYPE_F16, true>(src, offset, e, D, lo, hi)
-                           : fattn_back_load8<GGML_TYPE_F16, false>(src, offset, e, D, lo, hi);
-        case GGML_TYPE_BF16:
-            return src.vec ? fattn_back_load8<GGML_TYPE_BF16, true>(src, offset, e, D, lo, hi)
-                           : fattn_back_load8<GGML_TYPE_BF16, false>(src, offset, e, D, lo, hi);
-        case GGML_TYPE_Q8_0:
-            return fattn_back_load8<GGML_TYPE_Q8_0, false>(src, offset, e, D, lo, hi);
-        case GGML_TYPE_Q4_0:
-            return fattn_back_load8<GGML_TYPE_Q4_0, false>(src, offset, e, D, lo, hi);
-        case GGML_TYPE_Q4_1:
-            return fattn_back_load8<GGML_TYPE_Q4_1, false>(src, offset, e, D, lo, hi);
-        case GGML_TYPE_Q5_0:
-            return fattn_back_load8<GGML_TYPE_Q5_0, false>(src, offset, e, D, lo, hi);
-        case GGML_TYPE_Q5_1:
-            return fattn_back_load8<GGML_TYPE_Q5_1, false>(src, offset, e, D, lo, hi);
-        default:
-            break;
-    }
-}
-
 // first of the components that the i-th thread of a row loads; component of its c-th value
 static __device__ __forceinline__ int fattn_back_prep_first(const int i) {
     return (i / 4) * 32 + (i % 4) * 4;
@@ -131,7 +101,7 @@ static __global__ void __launch_bounds__(FATTN_BACK_PREP_THREADS) flash_attn_bac
 #pragma unroll
             for (int u = 0; u < nu; ++u) {
                 const int j = min(key + u * nrows, key1 - 1);
-                fattn_back_prep_load8(src, src.offset(j, unit % p.a.Hkv, unit / p.a.Hkv), fattn_back_prep_first(i), D, x[u]);
+                fattn_back_load8(src, src.offset(j, unit % p.a.Hkv, unit / p.a.Hkv), fattn_back_prep_first(i), D, x[u]);
             }
 #pragma unroll
             for (int u = 0; u < nu; ++u) {
@@ -288,7 +258,7 @@ static __global__ void __launch_bounds__(FATTN_BACK_PREP_THREADS) flash_attn_bac
     }
     float x[8] = { 0.0f };
     if (fattn_back_prep_used(p, unit, key) && fattn_back_prep_first(i) < D) {
-        fattn_back_prep_load8(src, src.offset(key, unit % p.a.Hkv, unit / p.a.Hkv), fattn_back_prep_first(i), D, x);
+        fattn_back_load8(src, src.offset(key, unit % p.a.Hkv, unit / p.a.Hkv), fattn_back_prep_first(i), D, x);
         const float scale  = exp2f((is_v ? p.exp_v : p.exp_k)[lunit]);
         const float * mean = (is_v ? p.mean_v : p.mean_k) + lunit * FATTN_BACK_MMA_MAX_D;
 #pragma unroll
