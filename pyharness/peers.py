@@ -5,6 +5,7 @@ Keys that no query sees may hold NaN in the inputs; peers that multiply them by 
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
@@ -64,7 +65,7 @@ def all_of(names: Sequence[str], library: Library, device: Device, given: Inputs
         if name == "unfused":
             yield Unfused(library, device, given, threads)
         else:
-            yield from torch_peers(device, given)
+            yield from torch_peers(device, given, "bfloat16" if given.type_K == "bf16" else "float16")
 
 
 def _clean(rows: F32, given: Inputs) -> F32:
@@ -292,23 +293,42 @@ def causal_tail(given: Inputs) -> bool:
     return all((given.mask[:, :, i].view(np.uint16) == np.where(keys <= m - n + i, 0, 0xFC00)).all() for i in range(n))
 
 
-def torch_peers(device: Device, given: Inputs) -> Iterator[Peer]:
-    """SDPA's implementations on this device: three in two types on a GPU, PyTorch's choice in float32 on a CPU."""
+def torch_peers(device: Device, given: Inputs, kind: str = "float16") -> Iterator[Peer]:
+    """SDPA's three implementations in `kind` on a GPU, PyTorch's choice in float32 on a CPU."""
     index = cuda.ordinal(device.name)
+    plain = Plain(given)
     if index is None:
-        yield TorchPeer(None, given, "", "float32")
+        yield TorchPeer(None, plain, "", "float32")
         return
     for kernel in ("FLASH_ATTENTION", "CUDNN_ATTENTION", "EFFICIENT_ATTENTION"):
-        for kind in ("float16", "bfloat16"):
-            yield TorchPeer(index, given, kernel, kind)
+        yield TorchPeer(index, plain, kernel, kind)
+
+
+class Plain:
+    """What PyTorch's peers take of a case, made once for all of them."""
+
+    def __init__(self, given: Inputs) -> None:
+        self.given = given
+
+    @functools.cached_property
+    def tail(self) -> bool:
+        """Whether the mask is the causal one, aligned at the last row and key."""
+        return causal_tail(self.given)
+
+    @functools.cached_property
+    def arrays(self) -> tuple[F32, F32, F32, F32]:
+        """q [S, H, N, Dk], k [S, Hkv, M, Dk] and v [S, Hkv, M, Dv] dequantised, d [S, H, N, Dv]."""
+        given = self.given
+        return given.q, _clean(given.k_f32(), given), _clean(given.v_f32(), given), given.d.transpose(0, 2, 1, 3)
 
 
 class TorchPeer(Peer):
     """scaled_dot_product_attention and its gradient. K and V are dequantised and, like Q and dO, rounded to the type
     before the clock starts; grouped heads go in as such or, where that is refused, are expanded inside the clock."""
 
-    def __init__(self, index: int | None, given: Inputs, kernel: str, kind: str) -> None:
-        self._index, self._given, self._kernel, self._kind = index, given, kernel, kind
+    def __init__(self, index: int | None, plain: Plain, kernel: str, kind: str) -> None:
+        self._index, self._plain, self._kernel, self._kind = index, plain, kernel, kind
+        self._given = plain.given
         self.who = f"torch {kernel.removesuffix('_ATTENTION').lower() or 'CPU'} {kind}"
 
     def __enter__(self) -> TorchPeer:
@@ -319,7 +339,7 @@ class TorchPeer(Peer):
         if self._index is not None and not torch.cuda.is_available():
             raise Unavailable("this PyTorch has no CUDA")
         place = "cpu" if self._index is None else f"cuda:{self._index}"
-        tail = causal_tail(given)
+        tail = self._plain.tail
         if given.mask is not None and not tail and self._kernel == "FLASH_ATTENTION":
             raise Unavailable("no mask but a causal one there")
         if self._index is not None:
@@ -330,10 +350,9 @@ class TorchPeer(Peer):
             return found.requires_grad_(grad)
 
         try:
-            self._q, self._k, self._v = (
-                tensor(x) for x in (given.q, _clean(given.k_f32(), given), _clean(given.v_f32(), given))
-            )
-            self._d = tensor(given.d.transpose(0, 2, 1, 3), grad=False)
+            *leaves, d = self._plain.arrays
+            self._q, self._k, self._v = (tensor(x) for x in leaves)
+            self._d = tensor(d, grad=False)
             self._mask: Any = None
             if tail and n != m:
                 from torch.nn.attention.bias import causal_lower_right  # type: ignore[import-not-found,unused-ignore]
