@@ -196,6 +196,26 @@ static bool fattn_back_aligned(const ggml_tensor * t) {
     return t->view_offs % align == 0;
 }
 
+// why no path takes the node, of the reasons that all share; NULL: none
+static const char * fattn_back_common_refusal(const ggml_tensor * dst) {
+    if (!fattn_back_type_supported(dst->src[GGML_FLASH_ATTN_BACK_SRC_K]->type) ||
+        !fattn_back_type_supported(dst->src[GGML_FLASH_ATTN_BACK_SRC_V]->type)) {
+        return "K or V is not of type F32, F16, BF16, q8_0, q4_0, q4_1, q5_0 or q5_1";
+    }
+    for (int i = GGML_FLASH_ATTN_BACK_SRC_Q; i <= GGML_FLASH_ATTN_BACK_SRC_DO; ++i) {
+        if (!fattn_back_aligned(dst->src[i])) {
+            return "a source's strides do not keep its elements aligned";
+        }
+    }
+    return nullptr;
+}
+
+// why no path that rounds its operands to fp16 takes the node: the rounding has to average out over a head for its NMSE to stay
+// within the operator's limit
+static const char * fattn_back_fp16_refusal(const ggml_flash_attn_back_node & node) {
+    return node.N < 64 || node.M < 64 ? "fewer than 64 queries or keys: a head with so few does not average the rounding to fp16" : nullptr;
+}
+
 // ALiBi slope of query head h, as in FLASH_ATTN_EXT
 static __device__ __forceinline__ float fattn_back_slope(const fattn_back_args & args, const int h) {
     if (args.max_bias <= 0.0f) {

@@ -34,18 +34,8 @@ const char * ggml_cuda_flash_attn_back_hopper_refusal(const int device, const gg
     if (node.logit_softcap != 0.0f || node.scale == 0.0f) {
         return "there is a softcap or the scale is 0";
     }
-    if (!fattn_back_type_supported(dst->src[GGML_FLASH_ATTN_BACK_SRC_K]->type) ||
-        !fattn_back_type_supported(dst->src[GGML_FLASH_ATTN_BACK_SRC_V]->type)) {
-        return "K or V is not of type F32, F16, BF16, q8_0, q4_0, q4_1, q5_0 or q5_1";
-    }
-    for (int i = GGML_FLASH_ATTN_BACK_SRC_Q; i <= GGML_FLASH_ATTN_BACK_SRC_DO; ++i) {
-        if (!fattn_back_aligned(dst->src[i])) {
-            return "a source's strides do not keep its elements aligned";
-        }
-    }
-    // the rounding to fp16 has to average out over a head for its NMSE to stay within the operator's limit
-    if (node.N < 64 || node.M < 64) {
-        return "fewer than 64 queries or keys: a head with so few does not average the rounding to fp16";
+    if (const char * reason = fattn_back_fp16_refusal(node)) {
+        return reason;
     }
     const ggml_tensor * mask = dst->src[GGML_FLASH_ATTN_BACK_SRC_MASK];
     const int64_t max_grid   = 65535; // in y and z

@@ -15,24 +15,14 @@ const char * ggml_cuda_flash_attn_back_mma_refusal(const int device, const ggml_
     if ((size_t) fattn_back_mma_smem(ggml_cuda_highest_compiled_arch(info.cc)) > info.smpbo) {
         return "the device has too little shared memory";
     }
-    if (!fattn_back_type_supported(dst->src[GGML_FLASH_ATTN_BACK_SRC_K]->type) ||
-        !fattn_back_type_supported(dst->src[GGML_FLASH_ATTN_BACK_SRC_V]->type)) {
-        return "K or V is not of type F32, F16, BF16, q8_0, q4_0, q4_1, q5_0 or q5_1";
-    }
-    for (int i = GGML_FLASH_ATTN_BACK_SRC_Q; i <= GGML_FLASH_ATTN_BACK_SRC_DO; ++i) {
-        if (!fattn_back_aligned(dst->src[i])) {
-            return "a source's strides do not keep its elements aligned";
-        }
-    }
     const ggml_tensor * mask = dst->src[GGML_FLASH_ATTN_BACK_SRC_MASK];
     const int64_t max_grid   = 65535; // in y and z
     // with outlier channels in every operand dQ misses the limit (1.6e-5)
     if (node.logit_softcap != 0.0f && dst->src[GGML_FLASH_ATTN_BACK_SRC_SINKS] != nullptr) {
         return "a softcap together with sinks";
     }
-    // the errors of fp16 operands average over the rows of a head
-    if (node.N < 64 || node.M < FATTN_BACK_MMA_GRANULE) {
-        return "fewer than 64 queries or keys";
+    if (const char * reason = fattn_back_fp16_refusal(node)) {
+        return reason;
     }
     if (node.S * node.Hkv > max_grid || (mask != nullptr && (mask->ne[2] * mask->ne[3] > max_grid || node.N > max_grid * FATTN_BACK_MMA_ROWS))) {
         return "more than 65535 KV heads, masks or blocks of queries";

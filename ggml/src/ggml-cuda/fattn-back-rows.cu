@@ -670,15 +670,6 @@ const char * ggml_cuda_flash_attn_back_rows_refusal(const int device, const ggml
     if (node.Dk % 8 != 0 || node.Dk > fattn_back_rows_max_head || node.Dv % 8 != 0 || node.Dv > fattn_back_rows_max_head) {
         return "the head sizes are not multiples of 8 up to 576";
     }
-    if (!fattn_back_type_supported(dst->src[GGML_FLASH_ATTN_BACK_SRC_K]->type) ||
-        !fattn_back_type_supported(dst->src[GGML_FLASH_ATTN_BACK_SRC_V]->type)) {
-        return "K or V is not of type F32, F16, BF16, q8_0, q4_0, q4_1, q5_0 or q5_1";
-    }
-    for (int i = GGML_FLASH_ATTN_BACK_SRC_Q; i <= GGML_FLASH_ATTN_BACK_SRC_DO; ++i) {
-        if (!fattn_back_aligned(dst->src[i])) {
-            return "a source's strides do not keep its elements aligned";
-        }
-    }
 
     // the indices of rows in a KV head and of blocks are 32 bit; where there are splits the blocks are few
     const int64_t nqueries = node.N * (node.H / node.Hkv);

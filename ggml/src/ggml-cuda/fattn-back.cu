@@ -1,4 +1,5 @@
 #include "fattn-back.cuh"
+#include "fattn-back-common.cuh"
 #include "fattn-back-hopper.cuh"
 #include "fattn-back-mma.cuh"
 #include "fattn-back-rows.cuh"
@@ -23,7 +24,10 @@ static constexpr fattn_back_path fattn_back_paths[] = {
 // the path that runs the node; NULL if none does, then reason says why
 static const fattn_back_path * fattn_back_choose(const int device, const ggml_tensor * dst, const char ** reason) {
     const char * forced = getenv("GGML_CUDA_FATTN_BACK_PATH");
-    *reason             = nullptr;
+    *reason             = fattn_back_common_refusal(dst);
+    if (*reason != nullptr) {
+        return nullptr;
+    }
     for (const fattn_back_path & path : fattn_back_paths) {
         if (forced != nullptr && strcmp(forced, path.name) != 0) {
             continue;
