@@ -9,6 +9,8 @@
 #define OP_PARAM_KV_FIRST 6 // two slots
 #define OP_PARAM_KV_COUNT 8 // two slots
 
+#define MAX_ELEMENTS ((int64_t) 1 << 42) // of q, k, v and d, an empty dimension counting as one: sizes in bytes then fit in 64 bits
+
 static const uint32_t GRADS_ALL =
     1u << GGML_FLASH_ATTN_BACK_DQ | 1u << GGML_FLASH_ATTN_BACK_DK | 1u << GGML_FLASH_ATTN_BACK_DV | 1u << GGML_FLASH_ATTN_BACK_DSINKS;
 
@@ -24,6 +26,17 @@ static int64_t get_op_params_i64(const struct ggml_tensor * tensor, int i) {
 
 static void set_op_params_i64(struct ggml_tensor * tensor, int i, int64_t value) {
     memcpy(tensor->op_params + i, &value, sizeof(value));
+}
+
+static bool fits(const struct ggml_tensor * tensor) {
+    int64_t nelements = 1;
+    for (int i = 0; i < GGML_MAX_DIMS; ++i) {
+        if (tensor->ne[i] < 0 || tensor->ne[i] > MAX_ELEMENTS / nelements) {
+            return false;
+        }
+        nelements *= MAX(tensor->ne[i], 1);
+    }
+    return true;
 }
 
 // sizes and offsets of the parts; returns the size of the whole
@@ -92,6 +105,7 @@ struct ggml_tensor * ggml_flash_attn_back(
     set_shape(&node, q, k, v);
 
     GGML_ASSERT(q->type == GGML_TYPE_F32 && "q must be F32");
+    GGML_ASSERT(fits(q) && fits(k) && fits(v) && "q, k and v must have at most 2^42 elements");
     GGML_ASSERT(k->ne[0] == node.Dk && "k and q must have the same head size");
     GGML_ASSERT(v->ne[1] == node.M && v->ne[2] == node.Hkv && "k and v must have the same keys and heads");
     GGML_ASSERT(k->ne[3] == node.S && v->ne[3] == node.S && "q, k and v must have the same number of sequences");
@@ -99,6 +113,7 @@ struct ggml_tensor * ggml_flash_attn_back(
     GGML_ASSERT(k->nb[0] == ggml_type_size(k->type) && v->nb[0] == ggml_type_size(v->type) && "rows of k and v must be contiguous");
 
     GGML_ASSERT(d && d->type == GGML_TYPE_F32 && "d must be F32");
+    GGML_ASSERT(fits(d) && "d must have at most 2^42 elements");
     GGML_ASSERT(d->ne[0] == node.Dv && d->ne[1] == node.H && d->ne[2] == node.N && d->ne[3] == node.S && "d must have the shape [Dv, H, N, S]");
     GGML_ASSERT(q->nb[0] != 0 && d->nb[0] != 0 && "q and d must not have a component stride of 0");
     GGML_ASSERT((!o || (o->type == GGML_TYPE_F32 && ggml_are_same_shape(o, d))) && "o must be F32 with the shape of d");
@@ -161,6 +176,7 @@ size_t ggml_flash_attn_back_offset(const struct ggml_tensor * back, enum ggml_fl
 }
 
 struct ggml_tensor * ggml_flash_attn_back_view(struct ggml_context * ctx, struct ggml_tensor * back, enum ggml_flash_attn_back_part part) {
+    const size_t offset                                              = ggml_flash_attn_back_offset(back, part);
     const struct ggml_flash_attn_back_node node                      = ggml_flash_attn_back_decode(back);
     const int64_t ne[GGML_FLASH_ATTN_BACK_PART_COUNT][GGML_MAX_DIMS] = {
         /* DQ     = */ { node.Dk, node.N, node.H, node.S },
@@ -174,7 +190,7 @@ struct ggml_tensor * ggml_flash_attn_back_view(struct ggml_context * ctx, struct
     const size_t nb1  = n[0] * sizeof(float);
     const size_t nb2  = n[1] * nb1;
     const size_t nb3  = n[2] * nb2;
-    return ggml_view_4d(ctx, back, n[0], n[1], n[2], n[3], nb1, nb2, nb3, ggml_flash_attn_back_offset(back, part));
+    return ggml_view_4d(ctx, back, n[0], n[1], n[2], n[3], nb1, nb2, nb3, offset);
 }
 
 static bool needs_grad(const struct ggml_cgraph * cgraph, const struct ggml_tensor * tensor, const bool * grads_needed) {
