@@ -80,7 +80,7 @@ struct ggml_flash_attn_back_node ggml_flash_attn_back_decode(const struct ggml_t
     struct ggml_flash_attn_back_node node = { 0 };
     node.scale                            = ggml_get_op_params_f32(back, 0);
     node.max_bias                         = ggml_get_op_params_f32(back, 1);
-    node.logit_softcap                    = ggml_get_op_params_f32(back, 2);
+    node.logit_softcap                    = fabsf(ggml_get_op_params_f32(back, 2)); // c*tanh(x/c) is even in c
     node.prec                             = (enum ggml_prec) ggml_get_op_params_i32(back, OP_PARAM_PREC);
     node.grads                            = (uint32_t) ggml_get_op_params_i32(back, OP_PARAM_GRADS);
     set_shape(&node, back->src[GGML_FLASH_ATTN_BACK_SRC_Q], back->src[GGML_FLASH_ATTN_BACK_SRC_K], back->src[GGML_FLASH_ATTN_BACK_SRC_V]);
