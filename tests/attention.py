@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import faulthandler
 import os
 import signal
@@ -13,13 +14,17 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import pytest
 from numpy.typing import ArrayLike, NDArray
 
-from pyharness import ggml, oracle, reference
+from pyharness import cases, ggml, oracle, reference
 from pyharness.cases import Case
 from pyharness.inputs import Inputs
 
 NINF: float = -np.inf
+
+KERNEL_PATH = "GGML_CUDA_FATTN_BACK_PATH"
+PATHS = ("hopper", "mma", "rows")  # of a CUDA device; the last one takes whatever the device does
 
 
 def case(text: str) -> Case:
@@ -83,21 +88,78 @@ def heads(values: Any) -> NDArray[np.float64]:
     return np.asarray(values, np.float64)[None, :, :, None]
 
 
-def run(library: ggml.Library, given: Inputs, threads: int = 0) -> dict[str, NDArray[np.float32]]:
-    """The CPU's parts, on memory that is checked."""
-    result = library.run(library.device("CPU"), given, threads)
-    assert not result.guards
-    assert not any(result.unwritten.values())
-    return result.parts
+@dataclasses.dataclass(frozen=True)
+class Operator:
+    """FLASH_ATTN_BACK on a device; on CUDA held to a kernel path."""
+
+    library: ggml.Library
+    device: ggml.Device
+    path: str
+
+    @property
+    def on_cpu(self) -> bool:
+        return self.device.name == "CPU"
+
+    @property
+    def limit(self) -> float:
+        """NMSE by which two results of one thing may differ: rounding on the CPU, the operator's limit elsewhere."""
+        return 1e-11 if self.on_cpu else cases.limits()["nmse"]
+
+    def take(self, given: Case | Inputs) -> None:
+        """Fails when the device does not take a node, skips when it is only the path that does not."""
+        reason = self.library.refusal(self.device, given)
+        if reason and self.path not in ("", PATHS[-1]):
+            pytest.skip(f"{self.path}: {reason}")
+        assert reason is None
+
+    def result(self, given: Inputs, threads: int = 0) -> ggml.Result:
+        """A run on memory that is checked. CUDA takes head sizes in steps of 8: the rest is zeros there."""
+        dk, dv = given.q.shape[3], given.d.shape[3]
+        step = 1 if self.on_cpu else 8
+        wide = given if dk % step == dv % step == 0 else _widened(given, -dk % step, -dv % step)
+        self.take(wide)
+        result = self.library.run(self.device, wide, threads)
+        assert not result.guards
+        assert not any(result.unwritten.values())
+        for part, width in (("dq", dk), ("dk", dk), ("dv", dv)):
+            if part in result.parts:
+                assert not result.parts[part][..., width:].any(), part
+                result.parts[part] = result.parts[part][..., :width]
+        return result
+
+    def run(self, given: Inputs, threads: int = 0) -> dict[str, NDArray[np.float32]]:
+        """The parts of a run."""
+        return self.result(given, threads).parts
+
+    def agree(self, given: Inputs) -> dict[str, NDArray[np.float32]]:
+        """The parts of a run, all of which must agree with the reference."""
+        result = self.result(given)
+        for part in oracle.compare(given, result, reference.backward(given)).values():
+            assert part.passed, part
+        return result.parts
+
+    def near(self, got: ArrayLike, want: ArrayLike, size: ArrayLike | None = None, what: str = "") -> None:
+        """Asserts that squared differences are within the limit of the squares of `size` (default: of want)."""
+        got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
+        error = np.square(got - want).sum()
+        assert error <= self.limit * np.square(np.asarray(want if size is None else size, np.float64)).sum(), what
 
 
-def agree(library: ggml.Library, given: Inputs) -> dict[str, NDArray[np.float32]]:
-    """The CPU's parts, all of which must agree with the reference."""
-    result = library.run(library.device("CPU"), given)
-    assert not result.guards
-    for part in oracle.compare(given, result, reference.backward(given)).values():
-        assert part.passed, part
-    return result.parts
+def _widened(given: Inputs, more_k: int, more_v: int) -> Inputs:
+    """F32 inputs with zeros behind the components of q and k, v and d."""
+
+    def pad(array: NDArray[np.float32], more: int) -> NDArray[np.float32]:
+        return np.pad(array, [(0, 0)] * 3 + [(0, more)])
+
+    case = given.case
+    return dataclasses.replace(
+        given,
+        case=case.replace(hsk=case.hsk + more_k, hsv=case.hsv + more_v),
+        q=pad(given.q, more_k),
+        k=pad(given.k_f32(), more_k).view(np.uint8),
+        v=pad(given.v_f32(), more_v).view(np.uint8),
+        d=pad(given.d, more_v),
+    )
 
 
 def last_words(work: Callable[[], object]) -> str:
