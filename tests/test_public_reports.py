@@ -626,6 +626,22 @@ def test_u62_a_sequence_that_ends_inside_a_tile(op: Operator) -> None:
         assert part.passed, part
 
 
+@pytest.mark.parametrize(("name", "stride"), [("q", 66), ("k", 33), ("v", 33), ("mask", 151), ("d", 66)])
+def test_u62_strides_that_split_elements_are_refused_in_words(op: Operator, name: str, stride: int) -> None:
+    given = inputs.make(case("hsk=16,hsv=16,nh=2,nhkv=2,kv=75,nb=70"), 0)
+    with op.library.prepare(op.device, given) as session:
+        handle = op.library.handle(op.device)
+        ask = op.library.proc(handle, "ggml_backend_flash_attn_back_refusal", "ggml_backend_flash_attn_back_refusal_t")
+        before = op.library.text(ask(handle, session.back))
+        assert before is None or op.path in ("hopper", "mma")
+        session.sources[name].nb[1] = stride
+        assert not op.library.c.ggml_backend_dev_supports_op(handle, session.back)
+        assert (
+            before
+            or op.library.text(ask(handle, session.back)) == "a source's strides do not keep its elements aligned"
+        )
+
+
 def test_u62_a_mask_of_another_type_is_refused_in_words(library: ggml.Library) -> None:
     c, ffi = library.c, library.ffi
     ctx = c.ggml_init({"mem_size": 1 << 20, "mem_buffer": ffi.NULL, "no_alloc": True})

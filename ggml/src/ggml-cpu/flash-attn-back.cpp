@@ -887,6 +887,18 @@ struct flash_attn_back {
     }
 };
 
+// whether the strides and the offset of a view keep elements aligned: to the power of two in their size, at most 4
+bool aligned(const ggml_tensor * t) {
+    const size_t size  = ggml_type_size(t->type);
+    const size_t align = std::min(size & -size, sizeof(float));
+    for (int i = 0; i < GGML_MAX_DIMS; ++i) {
+        if (t->ne[i] > 1 && t->nb[i] % align != 0) {
+            return false;
+        }
+    }
+    return t->view_offs % align == 0;
+}
+
 const char * refusal(ggml_backend_device * /*dev*/, const ggml_tensor * back) {
     return ggml_cpu_flash_attn_back_refusal(back);
 }
@@ -919,16 +931,8 @@ const char * ggml_cpu_flash_attn_back_refusal(const ggml_tensor * op) {
     const ggml_tensor * d     = op->src[GGML_FLASH_ATTN_BACK_SRC_DO];
 
     for (const ggml_tensor * t : { q, o, d, sinks, op }) {
-        if (!t) {
-            continue;
-        }
-        if (t->type != GGML_TYPE_F32) {
+        if (t && t->type != GGML_TYPE_F32) {
             return "q, o, d, sinks and the result must be F32";
-        }
-        for (const size_t nb : t->nb) {
-            if (nb % sizeof(float) != 0) {
-                return "strides of q, o, d, sinks and the result must be whole floats";
-            }
         }
     }
     for (const ggml_tensor * t : { op->src[GGML_FLASH_ATTN_BACK_SRC_K], op->src[GGML_FLASH_ATTN_BACK_SRC_V] }) {
@@ -941,6 +945,11 @@ const char * ggml_cpu_flash_attn_back_refusal(const ggml_tensor * op) {
     }
     if (mask && (mask->type != GGML_TYPE_F16 || mask->nb[0] != sizeof(ggml_fp16_t))) {
         return "the mask must be F16 with contiguous rows";
+    }
+    for (int i = GGML_FLASH_ATTN_BACK_SRC_Q; i <= GGML_FLASH_ATTN_BACK_SRC_DO; ++i) {
+        if (op->src[i] && !aligned(op->src[i])) {
+            return "a source's strides do not keep its elements aligned";
+        }
     }
     if (!ggml_is_contiguous(op) || (sinks && !ggml_is_contiguous(sinks))) {
         return "sinks and the result must be contiguous";
