@@ -55,9 +55,15 @@ const char * ggml_cuda_flash_attn_back_hopper_refusal(const int device, const gg
     return nullptr;
 }
 
-void ggml_cuda_flash_attn_back_hopper(ggml_backend_cuda_context & ctx, ggml_tensor * dst) {
-    const fattn_back_hopper_plan plan = fattn_back_hopper_make_plan(
-        fattn_back_get_args(dst), ggml_flash_attn_back_decode(dst).prec == GGML_PREC_F32, fattn_back_workspace_limit());
-    ggml_cuda_pool_alloc<char> workspace(ctx.pool(), plan.size);
-    fattn_back_hopper_run(plan, workspace.get(), ctx.stream());
+static fattn_back_hopper_plan fattn_back_hopper_plan_of(const ggml_tensor * dst, const size_t limit) {
+    return fattn_back_hopper_make_plan(fattn_back_get_args(dst), ggml_flash_attn_back_decode(dst).prec == GGML_PREC_F32, limit);
+}
+
+size_t ggml_cuda_flash_attn_back_hopper_workspace(const int, const ggml_tensor * dst, const size_t limit) {
+    const size_t size = fattn_back_hopper_plan_of(dst, limit).size;
+    return size > 0 ? size : SIZE_MAX;
+}
+
+void ggml_cuda_flash_attn_back_hopper(ggml_backend_cuda_context & ctx, ggml_tensor * dst, const size_t limit, char * workspace) {
+    fattn_back_hopper_run(fattn_back_hopper_plan_of(dst, limit), workspace, ctx.stream());
 }

@@ -33,11 +33,17 @@ const char * ggml_cuda_flash_attn_back_mma_refusal(const int device, const ggml_
     return nullptr;
 }
 
-void ggml_cuda_flash_attn_back_mma(ggml_backend_cuda_context & ctx, ggml_tensor * dst) {
-    const auto & info        = ggml_cuda_info().devices[ctx.device];
-    fattn_back_mma_plan plan = fattn_back_mma_make_plan(
-        fattn_back_get_args(dst), ggml_flash_attn_back_decode(dst).prec == GGML_PREC_F32,
-        ggml_cuda_highest_compiled_arch(info.cc), info.nsm, fattn_back_workspace_limit());
-    ggml_cuda_pool_alloc<char> workspace(ctx.pool(), plan.nbytes);
-    fattn_back_mma_run(plan, workspace.get(), ctx.stream());
+static fattn_back_mma_plan fattn_back_mma_plan_of(const int device, const ggml_tensor * dst, const size_t limit) {
+    const auto & info = ggml_cuda_info().devices[device];
+    return fattn_back_mma_make_plan(
+        fattn_back_get_args(dst), ggml_flash_attn_back_decode(dst).prec == GGML_PREC_F32, ggml_cuda_highest_compiled_arch(info.cc), info.nsm, limit);
+}
+
+size_t ggml_cuda_flash_attn_back_mma_workspace(const int device, const ggml_tensor * dst, const size_t limit) {
+    return fattn_back_mma_plan_of(device, dst, limit).nbytes;
+}
+
+void ggml_cuda_flash_attn_back_mma(ggml_backend_cuda_context & ctx, ggml_tensor * dst, const size_t limit, char * workspace) {
+    fattn_back_mma_plan plan = fattn_back_mma_plan_of(ctx.device, dst, limit);
+    fattn_back_mma_run(plan, workspace, ctx.stream());
 }

@@ -631,31 +631,47 @@ static void fattn_back_rows_launch(
     }
 }
 
-// one gradient of nelements, by the rows that own it
+// a pass over all rows: its grid and its place among the partial results
+struct fattn_back_rows_pass {
+    fattn_back_rows_grid grid;
+    int64_t nelements; // of the result of a split, floats
+    size_t nbytes;     // of all splits' results, 0: there is one split, which writes the result itself
+};
+
+template <fattn_back_rows_out out>
+static fattn_back_rows_pass fattn_back_rows_get_pass(const fattn_back_args & args, const int device, const size_t limit) {
+    const int64_t nqueries = (int64_t) args.N * args.G;
+    const int64_t nheads   = (int64_t) args.S * args.Hkv;
+    const bool by_queries  = out == FATTN_BACK_ROWS_STATS || out == FATTN_BACK_ROWS_DQ;
+    const int width        = out == FATTN_BACK_ROWS_STATS ? 4 : (out == FATTN_BACK_ROWS_DV ? args.Dv : args.Dk);
+    fattn_back_rows_pass pass;
+    pass.nelements = nheads * (by_queries ? nqueries : args.kv_count) * width;
+    pass.grid      = fattn_back_rows_get_grid(
+        ggml_cuda_info().devices[device].nsm, nheads, by_queries ? nqueries : args.kv_count, by_queries ? args.M : nqueries,
+        pass.nelements * sizeof(float), limit);
+    pass.nbytes = pass.grid.nsplits > 1 || out == FATTN_BACK_ROWS_STATS ? pass.grid.nsplits * pass.nelements * sizeof(float) : 0;
+    return pass;
+}
+
+// one gradient, by the rows that own it
 template <fattn_back_rows_out out>
 static void fattn_back_rows_gradient(
-    ggml_backend_cuda_context & ctx, const fattn_back_args & args, const float2 * ref, float * dst, const int64_t nelements) {
+    const fattn_back_args & args, const int device, const size_t limit, const float2 * ref, float * partial, float * dst, cudaStream_t stream) {
     if (dst == nullptr) {
         return;
     }
-    const int64_t nqueries          = (int64_t) args.N * args.G;
-    const fattn_back_rows_grid grid = fattn_back_rows_get_grid(
-        ggml_cuda_info().devices[ctx.device].nsm, (int64_t) args.S * args.Hkv,
-        out == FATTN_BACK_ROWS_DQ ? nqueries : args.kv_count, out == FATTN_BACK_ROWS_DQ ? args.M : nqueries,
-        nelements * sizeof(float), fattn_back_workspace_limit());
-
-    if (grid.nsplits == 1) {
-        fattn_back_rows_launch<out>(args, grid, ref, nullptr, dst, 0, ctx.stream());
+    const fattn_back_rows_pass pass = fattn_back_rows_get_pass<out>(args, device, limit);
+    if (pass.nbytes == 0) {
+        fattn_back_rows_launch<out>(args, pass.grid, ref, nullptr, dst, 0, stream);
         return;
     }
-    ggml_cuda_pool_alloc<float> partial(ctx.pool(), grid.nsplits * nelements);
-    fattn_back_rows_launch<out>(args, grid, ref, nullptr, partial.get(), nelements, ctx.stream());
+    fattn_back_rows_launch<out>(args, pass.grid, ref, nullptr, partial, pass.nelements, stream);
 
-    const int64_t n = nelements / 4;
+    const int64_t n = pass.nelements / 4;
     ggml_cuda_kernel_launch(flash_attn_back_rows_combine,
         ggml_cuda_kernel_launch_params(
-            dim3((n + fattn_back_rows_nthreads - 1) / fattn_back_rows_nthreads, 1, 1), dim3(fattn_back_rows_nthreads, 1, 1), 0, ctx.stream()),
-        (const float4 *) partial.get(), (float4 *) dst, n, grid.nsplits);
+            dim3((n + fattn_back_rows_nthreads - 1) / fattn_back_rows_nthreads, 1, 1), dim3(fattn_back_rows_nthreads, 1, 1), 0, stream),
+        (const float4 *) partial, (float4 *) dst, n, pass.grid.nsplits);
 }
 
 const char * ggml_cuda_flash_attn_back_rows_refusal(const int device, const ggml_tensor * dst) {
@@ -682,35 +698,51 @@ const char * ggml_cuda_flash_attn_back_rows_refusal(const int device, const ggml
     return nullptr;
 }
 
-void ggml_cuda_flash_attn_back_rows(ggml_backend_cuda_context & ctx, ggml_tensor * dst) {
+// every row's LSE in two parts comes first in the workspace
+static size_t fattn_back_rows_ref_bytes(const fattn_back_args & args) {
+    return GGML_PAD((size_t) args.S * args.H * args.N * sizeof(float2), 256);
+}
+
+size_t ggml_cuda_flash_attn_back_rows_workspace(const int device, const ggml_tensor * dst, const size_t limit) {
+    const fattn_back_args args = fattn_back_get_args(dst);
+    size_t partial             = fattn_back_rows_get_pass<FATTN_BACK_ROWS_STATS>(args, device, limit).nbytes;
+    if (args.dQ != nullptr) {
+        partial = std::max(partial, fattn_back_rows_get_pass<FATTN_BACK_ROWS_DQ>(args, device, limit).nbytes);
+    }
+    if (args.dK != nullptr) {
+        partial = std::max(partial, fattn_back_rows_get_pass<FATTN_BACK_ROWS_DK>(args, device, limit).nbytes);
+    }
+    if (args.dV != nullptr) {
+        partial = std::max(partial, fattn_back_rows_get_pass<FATTN_BACK_ROWS_DV>(args, device, limit).nbytes);
+    }
+    return fattn_back_rows_ref_bytes(args) + partial;
+}
+
+void ggml_cuda_flash_attn_back_rows(ggml_backend_cuda_context & ctx, ggml_tensor * dst, const size_t limit, char * workspace) {
     const fattn_back_args args = fattn_back_get_args(dst);
     const int64_t nrows        = (int64_t) args.S * args.H * args.N;
     cudaStream_t stream        = ctx.stream();
+    float2 * ref               = (float2 *) workspace;
+    float * partial            = (float *) (workspace + fattn_back_rows_ref_bytes(args));
 
-    // every row's LSE in two parts; nothing to do without queries, but K and V still get their zeros
-    ggml_cuda_pool_alloc<float2> ref(ctx.pool(), std::max<int64_t>(nrows, 1));
-
+    // nothing to do without queries, but K and V still get their zeros
     if (nrows > 0) {
-        const fattn_back_rows_grid grid = fattn_back_rows_get_grid(
-            ggml_cuda_info().devices[ctx.device].nsm, (int64_t) args.S * args.Hkv, (int64_t) args.N * args.G, args.M,
-            nrows * sizeof(float4), fattn_back_workspace_limit());
-        ggml_cuda_pool_alloc<float4> stats(ctx.pool(), grid.nsplits * nrows);
-
-        fattn_back_rows_launch<FATTN_BACK_ROWS_STATS>(args, grid, nullptr, stats.get(), nullptr, nrows, stream);
+        const fattn_back_rows_pass pass = fattn_back_rows_get_pass<FATTN_BACK_ROWS_STATS>(args, ctx.device, limit);
+        fattn_back_rows_launch<FATTN_BACK_ROWS_STATS>(args, pass.grid, nullptr, (float4 *) partial, nullptr, nrows, stream);
         ggml_cuda_kernel_launch(flash_attn_back_rows_combine_stats,
             ggml_cuda_kernel_launch_params(
                 dim3((nrows * WARP_SIZE + fattn_back_rows_nthreads - 1) / fattn_back_rows_nthreads, 1, 1),
                 dim3(fattn_back_rows_nthreads, 1, 1), 0, stream),
-            args, grid.nsplits, (const float4 *) stats.get(), ref.get());
+            args, pass.grid.nsplits, (const float4 *) partial, ref);
     }
 
-    fattn_back_rows_gradient<FATTN_BACK_ROWS_DQ>(ctx, args, ref.get(), args.dQ, nrows * args.Dk);
-    fattn_back_rows_gradient<FATTN_BACK_ROWS_DK>(ctx, args, ref.get(), args.dK, (int64_t) args.S * args.Hkv * args.kv_count * args.Dk);
-    fattn_back_rows_gradient<FATTN_BACK_ROWS_DV>(ctx, args, ref.get(), args.dV, (int64_t) args.S * args.Hkv * args.kv_count * args.Dv);
+    fattn_back_rows_gradient<FATTN_BACK_ROWS_DQ>(args, ctx.device, limit, ref, partial, args.dQ, stream);
+    fattn_back_rows_gradient<FATTN_BACK_ROWS_DK>(args, ctx.device, limit, ref, partial, args.dK, stream);
+    fattn_back_rows_gradient<FATTN_BACK_ROWS_DV>(args, ctx.device, limit, ref, partial, args.dV, stream);
 
     if (args.dSinks != nullptr) {
         ggml_cuda_kernel_launch(flash_attn_back_rows_sinks,
             ggml_cuda_kernel_launch_params(dim3(args.H, 1, 1), dim3(fattn_back_rows_nthreads, 1, 1), 0, stream),
-            args, (const float2 *) ref.get());
+            args, (const float2 *) ref);
     }
 }

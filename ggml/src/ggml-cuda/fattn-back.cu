@@ -7,37 +7,43 @@
 
 #include <cstdlib>
 #include <cstring>
+#include <iterator>
+#include <map>
+#include <mutex>
+#include <utility>
 
 struct fattn_back_path {
     const char * name;
     const char * (*refusal)(int device, const ggml_tensor * dst); // NULL: takes the node
-    void (*run)(ggml_backend_cuda_context & ctx, ggml_tensor * dst);
+    size_t (*workspace)(int device, const ggml_tensor * dst, size_t limit);
+    void (*run)(ggml_backend_cuda_context & ctx, ggml_tensor * dst, size_t limit, char * workspace);
 };
 
 // in order of preference; the last one takes whatever the operator does, so that its refusal is the operator's
 static constexpr fattn_back_path fattn_back_paths[] = {
-    { "hopper", ggml_cuda_flash_attn_back_hopper_refusal, ggml_cuda_flash_attn_back_hopper },
-    { "mma", ggml_cuda_flash_attn_back_mma_refusal, ggml_cuda_flash_attn_back_mma },
-    { "rows", ggml_cuda_flash_attn_back_rows_refusal, ggml_cuda_flash_attn_back_rows },
+    { "hopper", ggml_cuda_flash_attn_back_hopper_refusal, ggml_cuda_flash_attn_back_hopper_workspace, ggml_cuda_flash_attn_back_hopper },
+    { "mma", ggml_cuda_flash_attn_back_mma_refusal, ggml_cuda_flash_attn_back_mma_workspace, ggml_cuda_flash_attn_back_mma },
+    { "rows", ggml_cuda_flash_attn_back_rows_refusal, ggml_cuda_flash_attn_back_rows_workspace, ggml_cuda_flash_attn_back_rows },
 };
 
-// the path that runs the node; NULL if none does, then reason says why
-static const fattn_back_path * fattn_back_choose(const int device, const ggml_tensor * dst, const char ** reason) {
+// the first path from begin on that takes the node; NULL if none does, then reason says why
+static const fattn_back_path * fattn_back_choose(
+    const int device, const ggml_tensor * dst, const char ** reason, const fattn_back_path * begin = fattn_back_paths) {
     const char * forced = getenv("GGML_CUDA_FATTN_BACK_PATH");
     *reason             = fattn_back_common_refusal(dst);
     if (*reason != nullptr) {
         return nullptr;
     }
-    for (const fattn_back_path & path : fattn_back_paths) {
-        if (forced != nullptr && strcmp(forced, path.name) != 0) {
+    for (const fattn_back_path * path = begin; path != std::end(fattn_back_paths); ++path) {
+        if (forced != nullptr && strcmp(forced, path->name) != 0) {
             continue;
         }
-        *reason = path.refusal(device, dst);
+        *reason = path->refusal(device, dst);
         if (*reason == nullptr) {
-            return &path;
+            return path;
         }
     }
-    if (*reason == nullptr) {
+    if (*reason == nullptr && begin == fattn_back_paths) {
         static const std::string unknown = [] {
             std::string s = "GGML_CUDA_FATTN_BACK_PATH must be one of:";
             for (const fattn_back_path & path : fattn_back_paths) {
@@ -51,13 +57,69 @@ static const fattn_back_path * fattn_back_choose(const int device, const ggml_te
     return nullptr;
 }
 
+// The pool ends the process where the device has no memory left, so what a run takes is compared with what is free before.
+// The pool keeps what it has got: bytes of the largest workspace of each pool, so that a run within them need not ask.
+static std::mutex fattn_back_held_mutex;
+static std::map<const ggml_backend_cuda_context *, std::map<const ggml_cuda_pool *, size_t>> fattn_back_held;
+
+static thread_local bool fattn_back_out_of_memory = false;
+
+// what the pool rounds up to, and what a driver that loads a kernel may need
+static constexpr size_t FATTN_BACK_SLACK     = 16 << 20;
+static constexpr size_t FATTN_BACK_MIN_LIMIT = 1 << 20;
+
+// path, limit and bytes of a run whose workspace fits room; false if there is none
+static bool fattn_back_fit(
+    const int device, const ggml_tensor * dst, const size_t room, const fattn_back_path *& path, size_t & limit, size_t & size) {
+    const char * reason;
+    for (; path != nullptr; path = fattn_back_choose(device, dst, &reason, path + 1)) {
+        limit = fattn_back_workspace_limit();
+        do {
+            size = path->workspace(device, dst, limit);
+            if (size <= room) {
+                return true;
+            }
+            limit /= 2;
+        } while (limit >= FATTN_BACK_MIN_LIMIT);
+    }
+    return false;
+}
+
 void ggml_cuda_flash_attn_back(ggml_backend_cuda_context & ctx, ggml_tensor * dst) {
     const char * reason;
     const fattn_back_path * path = fattn_back_choose(ctx.device, dst, &reason);
     if (path == nullptr) {
         GGML_ABORT("FLASH_ATTN_BACK: %s", reason);
     }
-    path->run(ctx, dst);
+    size_t limit = fattn_back_workspace_limit();
+    size_t size  = path->workspace(ctx.device, dst, limit);
+    {
+        std::lock_guard<std::mutex> lock(fattn_back_held_mutex);
+        size_t & held = fattn_back_held[&ctx][&ctx.pool()];
+        if (size > held) {
+            size_t free;
+            size_t total;
+            CUDA_CHECK(cudaMemGetInfo(&free, &total));
+            const size_t room = held + (free - std::min(free, FATTN_BACK_SLACK)) / 21 * 20; // the pool may take a twentieth more
+            if (size > room && !fattn_back_fit(ctx.device, dst, room, path, limit, size)) {
+                GGML_LOG_ERROR("FLASH_ATTN_BACK: device %d has %.1f MiB free, too little for any path\n", ctx.device, free / 1048576.0);
+                fattn_back_out_of_memory = true;
+                return;
+            }
+            held = std::max(held, size);
+        }
+    }
+    ggml_cuda_pool_alloc<char> workspace(ctx.pool(), std::max<size_t>(size, 1));
+    path->run(ctx, dst, limit, workspace.get());
+}
+
+bool ggml_cuda_flash_attn_back_failed() {
+    return std::exchange(fattn_back_out_of_memory, false);
+}
+
+void ggml_cuda_flash_attn_back_forget(const ggml_backend_cuda_context * ctx) {
+    std::lock_guard<std::mutex> lock(fattn_back_held_mutex);
+    fattn_back_held.erase(ctx);
 }
 
 bool ggml_cuda_flash_attn_back_supported(const int device, const ggml_tensor * dst) {

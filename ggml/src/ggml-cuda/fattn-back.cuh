@@ -2,7 +2,14 @@
 
 #include "common.cuh"
 
+// takes less workspace where the device has less; where it has too little for any path nothing runs, and failed() says so
 void ggml_cuda_flash_attn_back(ggml_backend_cuda_context & ctx, ggml_tensor * dst);
+
+// whether a node of this thread did not run since the last call
+bool ggml_cuda_flash_attn_back_failed();
+
+// to be called when a context ends
+void ggml_cuda_flash_attn_back_forget(const ggml_backend_cuda_context * ctx);
 
 // whether some path takes the node; exact: what it says runs
 bool ggml_cuda_flash_attn_back_supported(int device, const ggml_tensor * dst);
