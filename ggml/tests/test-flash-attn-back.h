@@ -1,8 +1,11 @@
 // FLASH_ATTN_BACK in test-backend-ops: included there behind test_flash_attn_ext. Modes test, perf and support take the cases of
 // flash-attn-back-cases.def and -perf.def, mode grad those of -grad.def that finite differences in F32 can check.
-// A case's error is that of its worst part: NMSE over the whole part and over each head, against the limit of -limits.def.
+// A case's error is that of its worst part: NMSE over the whole part and over each head (dSinks, one number a head, as a whole), against the
+// limits of -limits.def.
 
 #include "ggml-flash-attn-back.h"
+
+#include <numeric>
 
 #define LIMIT(name, value) static constexpr double flash_attn_back_limit_##name = value;
 #include "flash-attn-back-limits.def"
@@ -142,9 +145,10 @@ struct flash_attn_back_args {
         std::normal_distribution<float> normal;
         std::uniform_real_distribution<float> uniform(-1.0f, 1.0f);
 
+        const bool is_uniform = data == "uniform";
         std::vector<float> values(n);
         for (float & value : values) {
-            value = data == "uniform" ? uniform(rng) : normal(rng);
+            value = is_uniform ? uniform(rng) : normal(rng);
         }
         return values;
     }
@@ -163,6 +167,8 @@ struct test_flash_attn_back : public test_case {
     ggml_tensor * back  = nullptr;
 
     uint64_t flops = 0;
+
+    double summed[GGML_FLASH_ATTN_BACK_PART_COUNT] = { 0.0 }; // squared size of what a head's sums add up, 0: they do not cancel
 
     explicit test_flash_attn_back(const char * text) :
         a(text) {}
@@ -341,19 +347,30 @@ struct test_flash_attn_back : public test_case {
             ggml_backend_tensor_set(mask, vm.data(), 0, vm.size() * sizeof(ggml_fp16_t));
         }
 
-        // keys that no row sees stay unwritten
+        // keys that no row sees stay unwritten; what one head's mask hides is counted once, the target has 3.7e9 pairs
         std::vector<bool> unseen(a.kv * a.nhkv * a.ns, mask != nullptr);
-        uint64_t pairs = 0, pairs_in_window = 0;
         const int64_t window_end = a.kv_count > 0 ? a.kv_first + a.kv_count : a.kv;
-        for (int64_t row = 0; row < a.nb * a.nh * a.ns; ++row) {
-            const int64_t i = row % a.nb;
-            const int64_t h = row / a.nb % a.nh;
-            const int64_t s = row / a.nb / a.nh;
-            for (int64_t j = 0; j < a.kv; ++j) {
-                if (!mask || vm[((s % a.ms * a.mh + h % a.mh) * (a.nb + a.mpad) + i) * a.kv + j] != 0xFC00) { // -Inf
-                    unseen[(s * a.nhkv + h / (a.nh / a.nhkv)) * a.kv + j] = false;
-                    pairs += 1;
-                    pairs_in_window += j >= a.kv_first && j < window_end;
+        uint64_t pairs           = mask ? 0 : a.nb * a.kv * a.nh * a.ns;
+        uint64_t pairs_in_window = mask ? 0 : a.nb * (window_end - a.kv_first) * a.nh * a.ns;
+        for (int64_t im = 0; mask && im < a.mh * a.ms; ++im) {
+            std::vector<int64_t> seen(a.kv); // by how many rows
+            for (int64_t i = 0; i < a.nb; ++i) {
+                for (int64_t j = 0; j < a.kv; ++j) {
+                    seen[j] += vm[(im * (a.nb + a.mpad) + i) * a.kv + j] != 0xFC00; // -Inf
+                }
+            }
+            for (int64_t head = 0; head < a.nh * a.ns; ++head) {
+                const int64_t h = head % a.nh;
+                const int64_t s = head / a.nh;
+                if (s % a.ms * a.mh + h % a.mh != im) {
+                    continue;
+                }
+                for (int64_t j = 0; j < a.kv; ++j) {
+                    if (seen[j] > 0) {
+                        unseen[(s * a.nhkv + h / (a.nh / a.nhkv)) * a.kv + j] = false;
+                    }
+                    pairs += seen[j];
+                    pairs_in_window += j >= a.kv_first && j < window_end ? seen[j] : 0;
                 }
             }
         }
@@ -384,6 +401,20 @@ struct test_flash_attn_back : public test_case {
                                                                  : 1.0f;
         }
 
+        const auto energy = [](const std::vector<float> & x) {
+            return std::accumulate(x.begin(), x.end(), 0.0, [](double sum, float value) { return sum + (double) value * value; });
+        };
+        const double heads = a.nh * a.ns;
+        const double q2    = energy(vq) / heads / std::max<int64_t>(a.nb, 1); // a row's
+        const double k2    = energy(vk) / a.nhkv / a.ns / a.kv;
+        const double v2    = energy(vv) / a.nhkv / a.ns / a.kv;
+        const double d2    = energy(vd) / heads; // a head's
+        const double scale = (double) a.scale * a.scale;
+
+        summed[GGML_FLASH_ATTN_BACK_DQ] = scale * d2 * v2 * k2;
+        summed[GGML_FLASH_ATTN_BACK_DK] = scale * d2 * v2 * q2 * a.nh / a.nhkv;
+        summed[GGML_FLASH_ATTN_BACK_D]  = d2 * v2;
+
         const std::vector<uint8_t> bytes_k = store(k, vk, unseen);
         const std::vector<uint8_t> bytes_v = a.vview ? bytes_k : store(v, vv, unseen);
         set(q, store(q, vq));
@@ -404,13 +435,17 @@ struct test_flash_attn_back : public test_case {
         return flops;
     }
 
-    static double part_nmse(const float * got, const float * want, int64_t n) {
+    // NMSE; for what cancels to zero, the error against the size of what was summed, in units of its own limit
+    static double part_nmse(const float * got, const float * want, int64_t n, double size = 0.0) {
         double error = 0.0, norm = 0.0;
         for (int64_t i = 0; i < n; ++i) {
             if (got[i] != want[i]) { // also equal infinities, the LSE of rows without keys
                 error += ((double) got[i] - want[i]) * ((double) got[i] - want[i]);
             }
             norm += std::isinf(want[i]) ? 0.0 : (double) want[i] * want[i];
+        }
+        if (error > 0.0 && norm <= 1e-18 * size) {
+            return error / size * (flash_attn_back_limit_nmse / flash_attn_back_limit_zero);
         }
         return error == 0.0 ? 0.0 : error / norm;
     }
@@ -429,7 +464,7 @@ struct test_flash_attn_back : public test_case {
             { GGML_FLASH_ATTN_BACK_DV, a.hsv * kv_count, a.nhkv * a.ns },
             { GGML_FLASH_ATTN_BACK_LSE, a.nb, a.nh * a.ns },
             { GGML_FLASH_ATTN_BACK_D, a.nb, a.nh * a.ns },
-            { GGML_FLASH_ATTN_BACK_DSINKS, 1, a.nh },
+            { GGML_FLASH_ATTN_BACK_DSINKS, a.nh, 1 },
         };
         double worst = 0.0;
         for (const auto & p : parts) {
@@ -437,9 +472,9 @@ struct test_flash_attn_back : public test_case {
                 continue;
             }
             const size_t offset = ggml_flash_attn_back_offset(back, p.part) / sizeof(float);
-            worst               = std::max(worst, part_nmse(got + offset, want + offset, p.head * p.heads));
+            worst               = std::max(worst, part_nmse(got + offset, want + offset, p.head * p.heads, summed[p.part] * p.heads));
             for (int64_t head = 0; head < p.heads; ++head) {
-                worst = std::max(worst, part_nmse(got + offset + head * p.head, want + offset + head * p.head, p.head));
+                worst = std::max(worst, part_nmse(got + offset + head * p.head, want + offset + head * p.head, p.head, summed[p.part]));
             }
         }
         return worst;
