@@ -211,11 +211,11 @@ def address_space(op: Operator, size: int) -> Iterator[tuple[int, Callable[[int,
 
 
 @pytest.mark.parametrize("dim", [1, 2, 3])
-@pytest.mark.parametrize("name", ["q", "k", "v", "mask", "d"])
+@pytest.mark.parametrize("name", ["q", "k", "v", "mask", "o", "d"])
 @pytest.mark.parametrize(("n", "width"), [(3, 32), (66, 64)])
 def test_u10_u11_u34_u58_strides_beyond_32_bits(op: Operator, name: str, dim: int, n: int, width: int) -> None:
     """2^31 floats and more from the first element of a dimension to its last one."""
-    text = f"hsk={width},hsv={width},nh=2,nhkv=2,kv={n},nb={n},ns=2,mask=random,ms=2,mh=2"
+    text = f"hsk={width},hsv={width},nh=2,nhkv=2,kv={n},nb={n},ns=2,mask=random,ms=2,mh=2,o={int(name == 'o')}"
     given = inputs.make(case(text), 0)
     expected = op.run(given)
     library = op.library
@@ -524,7 +524,9 @@ def test_u43_u55_rows_that_see_none_one_or_all_keys(op: Operator, n: int, m: int
     op.near(without["dq"][:, :, 1::3], 0, without["dq"][:, :, 2::3])
     sinks = normal(2, seed=9)
     beside = op.agree(attention(**arrays, mask=mask, sinks=sinks))
-    np.testing.assert_array_equal(beside["lse"][0, :, ::3], np.repeat(sinks[:, None], len(range(0, n, 3)), axis=1))
+    of_sink = np.repeat(sinks[:, None], len(range(0, n, 3)), axis=1)
+    op.near(beside["lse"][0, :, ::3], of_sink)  # CUDA's tensor core paths keep it in base 2: a rounding more
+    assert not op.on_cpu or np.array_equal(beside["lse"][0, :, ::3], of_sink)
     assert not beside["d"][:, :, ::3].any()
 
 
@@ -682,9 +684,11 @@ def piece(
     return attention(q, k, v, d[:, None], mask=mask, scale=float(np.float32(large.scale)))
 
 
-def check_last_head(large: Large, s: int, h: int, n: int, m: int, d: int, path: str, hidden: bool = False) -> None:
-    """All parts of the last head of the last sequence; as many KV heads as query heads."""
+def run_last_head(large: Large, s: int, h: int, n: int, m: int, d: int, hidden: bool = False) -> None:
+    """All parts of the last head of the last sequence, on each path; as many KV heads as query heads."""
     unit = s * h - 1
+    given = piece(large, s - 1, h - 1, h - 1, n, m, hidden=hidden)
+    want = reference.backward(given)
 
     def part(name: str) -> NDArray[np.float32]:
         if name in ("dk", "dv"):
@@ -693,53 +697,53 @@ def check_last_head(large: Large, s: int, h: int, n: int, m: int, d: int, path: 
             return large.part(name, unit * n * d, 1, 1, n, d)
         return large.part(name, unit * n, 1, 1, n)
 
-    given = piece(large, s - 1, h - 1, h - 1, n, m, hidden=hidden)
-    large.check(given, part, ("dq", "dk", "dv", "lse", "d"), path)
+    for path in large.runs():
+        large.check(given, want, part, path)
+
+
+def last_rows(large: Large, given: Any, rows: int) -> tuple[dict[str, Any], Callable[[str], NDArray[np.float32]]]:
+    """The reference of what the last rows of the last head have of their own, and a function that reads that."""
+    d, n, h, s = (int(x) for x in large.tensors["q"].ne)
+    first = s * h * n - rows
+
+    def part(name: str) -> NDArray[np.float32]:
+        return large.part(name, first * d, 1, 1, rows, d) if name == "dq" else large.part(name, first, 1, 1, rows)
+
+    want = reference.backward(given)
+    return {name: want[name] for name in ("dq", "lse", "d")}, part
 
 
 @pytest.mark.large(16)
 def test_u10_a_mask_of_8_gib(op: Operator) -> None:
     n, m, d, rows = 8192, 524288, 64, 16
     with Large(op, (d, n, 1, 1), (d, m, 1, 1), (m, n, 1, 1)) as large:
-        given = piece(large, 0, 0, 0, n, m, n - rows, rows)
-        mask = large.source("mask", (n - rows) * m, 1, 1, rows, m)
-        given = attention(given.q, given.k_f32(), given.v_f32(), given.d.transpose(0, 2, 1, 3), mask, scale=given.scale)
+        given = piece(large, 0, 0, 0, n, m, n - rows, rows, hidden=True)
+        want, part = last_rows(large, given, rows)
         q, do = large.source("q", 0, n, d), large.source("d", 0, n, d)
         keys = np.arange(m - 64, m)
         k, v = (large.source(name, (m - 64) * d, 64, d).astype(np.float64) for name in ("k", "v"))
         hidden = large.periods["mask"][(np.arange(n)[:, None] * m + keys) % PERIOD]
         for path in large.runs():
-            large.check(
-                given,
-                lambda name: (
-                    large.part(name, (n - rows) * d, 1, 1, rows, d)
-                    if name == "dq"
-                    else large.part(name, n - rows, 1, 1, rows)
-                ),
-                ("dq", "lse", "d"),
-                path,
-            )
+            large.check(given, want, part, path)
             lse, sums = large.part("lse", 0, n), large.part("d", 0, n)
             p = np.exp(given.scale * q @ k.T + hidden - lse[:, None])
             ds = p * (do @ v.T - sums[:, None])
-            op.near(large.part("dv", (m - 64) * d, 64, d), p.T @ do, what=path)
-            op.near(large.part("dk", (m - 64) * d, 64, d), given.scale * ds.T @ q, what=path)
+            large.near(large.part("dv", (m - 64) * d, 64, d), p.T @ do, path)
+            large.near(large.part("dk", (m - 64) * d, 64, d), given.scale * ds.T @ q, path)
 
 
 @pytest.mark.large(32)
 def test_u11_sequences_whose_keys_lie_2_31_elements_apart(op: Operator) -> None:
     s, h, n, m, d = 9, 8, 64, 262144, 128
     with Large(op, (d, n, h, s), (d, m, h, s)) as large:
-        for path in large.runs():
-            check_last_head(large, s, h, n, m, d, path)
+        run_last_head(large, s, h, n, m, d)
 
 
 @pytest.mark.large(60)
 def test_u33_2_31_elements_of_dq(op: Operator) -> None:
     s, h, n, m, d = 16384, 16, 64, 64, 128
     with Large(op, (d, n, h, s), (d, m, h, s)) as large:
-        for path in large.runs():
-            check_last_head(large, s, h, n, m, d, path)
+        run_last_head(large, s, h, n, m, d)
 
 
 @pytest.mark.large(40)
@@ -747,21 +751,12 @@ def test_u34_an_incoming_gradient_in_wide_rows(op: Operator) -> None:
     n, m, d, h, rows = 410923, 64, 96, 16, 64
     with Large(op, (d, n, h, 1), (d, m, h, 1), row=9728) as large:
         given = piece(large, 0, h - 1, h - 1, n, m, n - rows, rows)
+        want, part = last_rows(large, given, rows)
         place = np.arange(n)[:, None] * large.wide + (h - 1) * d + np.arange(d)
         total = large.periods["d"][place % PERIOD].astype(np.float64).sum(axis=0)
         for path in large.runs():
-            large.check(
-                given,
-                lambda name: (
-                    large.part(name, (h * n - rows) * d, 1, 1, rows, d)
-                    if name == "dq"
-                    else large.part(name, h * n - rows, 1, 1, rows)
-                ),
-                ("dq", "lse", "d"),
-                path,
-            )
-            dv = large.part("dv", (h - 1) * m * d, m, d).astype(np.float64)
-            op.near(dv.sum(axis=0), total, what=path)
+            large.check(given, want, part, path)
+            large.near(large.part("dv", (h - 1) * m * d, m, d).astype(np.float64).sum(axis=0), total, path)
 
 
 @pytest.mark.large(40)
@@ -769,13 +764,11 @@ def test_u34_an_incoming_gradient_in_wide_rows(op: Operator) -> None:
 def test_u58_either_side_of_2_31_elements_of_k(op: Operator, s: int) -> None:
     h, n, m, d = 24, 64, 999, 128
     with Large(op, (d, n, h, s), (d, m, h, s)) as large:
-        for path in large.runs():
-            check_last_head(large, s, h, n, m, d, path)
+        run_last_head(large, s, h, n, m, d)
 
 
 @pytest.mark.large(16)
 def test_u62_a_mask_of_more_than_2_31_elements(op: Operator) -> None:
     s, h, n, d = 8, 28, 4096, 64
     with Large(op, (d, n, h, s), (d, n, h, s), (n, n, h, s)) as large:
-        for path in large.runs():
-            check_last_head(large, s, h, n, n, d, path, hidden=True)
+        run_last_head(large, s, h, n, n, d, hidden=True)
