@@ -17,6 +17,7 @@ from pyharness import ggml
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", default="CPU", help="device of the operator's tests (default: CPU)")
     parser.addoption("--libs", type=Path, help="directory of libraries built elsewhere (also $PYHARNESS_LIBS)")
+    parser.addoption("--vocabulary", type=Path, help="tokenizer of the trained models, where there is no upstream tree")
 
 
 def pytest_configure(config: pytest.Config) -> None:
