@@ -434,6 +434,24 @@ def test_u32_no_sequences_give_zeros(op: Operator) -> None:
     assert supported or op.path in ("hopper", "mma")
 
 
+def test_u33_parts_lie_behind_2_31_elements(library: ggml.Library) -> None:
+    s, h, n, m, d = 16384, 16, 64, 64, 128
+    c, ffi = library.c, library.ffi
+    ctx = c.ggml_init({"mem_size": 1 << 20, "mem_buffer": ffi.NULL, "no_alloc": True})
+    q, k, do = (c.ggml_new_tensor_4d(ctx, c.GGML_TYPE_F32, d, *ne, s) for ne in ((n, h), (m, h), (h, n)))
+    back = c.ggml_flash_attn_back(ctx, q, k, k, ffi.NULL, ffi.NULL, ffi.NULL, do, parameters(0b111))
+    sizes = [4 * s * h * n * d, 4 * s * h * m * d, 4 * s * h * m * d, 4 * s * h * n, 4 * s * h * n]
+    offset = 0
+    for part, size in enumerate(sizes):
+        view = c.ggml_flash_attn_back_view(ctx, back, part)
+        assert (c.ggml_flash_attn_back_offset(back, part), view.view_offs) == (offset, offset)
+        assert c.ggml_nbytes(view) == size
+        offset += size
+    assert c.ggml_nbytes(back) == offset
+    assert sizes[0] == 4 * 2**31
+    c.ggml_free(ctx)
+
+
 def test_u35_thirty_runs_have_one_digest(op: Operator) -> None:
     shape = case(
         "hsk=128,hsv=128,nh=2,nhkv=1,kv=1024,nb=1024" if not op.on_cpu else "hsk=128,hsv=128,nh=2,nhkv=1,kv=256,nb=256"
