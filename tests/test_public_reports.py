@@ -18,6 +18,7 @@ from large import PERIOD, Large
 from numpy.typing import NDArray
 
 from pyharness import cases, ggml, gradcheck, inputs, oracle, reference
+from pyharness.inputs import Inputs
 
 MAP_NORESERVE = 0x4000  # Linux's; Python's mmap names it from 3.13 on
 
@@ -49,24 +50,23 @@ def causal(n: int, m: int) -> NDArray[np.float64]:
     return np.where(np.arange(m)[None] > np.arange(n)[:, None] + m - n, NINF, 0.0)[None, None]
 
 
-@pytest.mark.parametrize("d", [8, 64])
-def test_u01_u02_gradients_pass_a_cache_that_cpy_writes(op: Operator, d: int) -> None:
+@pytest.mark.parametrize("n", [16, 64])
+def test_u01_u02_gradients_pass_a_cache_that_cpy_writes(op: Operator, n: int) -> None:
     """K and V go through CPY into views of an F16 cache, whose other cells hold NaN."""
-    given = inputs.make(case(f"hsk={d},hsv={d},nh=14,nhkv=2,kv=64,nb=64"), 0)
+    given = inputs.make(case(f"hsk=64,hsv=64,nh=14,nhkv=2,kv={n},nb={n}"), 0)
     op.take(given)
     c, ffi = op.library.c, op.library.ffi
     ctx = c.ggml_init({"mem_size": 4 << 20, "mem_buffer": ffi.NULL, "no_alloc": True})
     arrays = {"q": given.q, "k": given.k_f32(), "v": given.v_f32()}
     leaves = {name: c.ggml_new_tensor_4d(ctx, c.GGML_TYPE_F32, *reversed(a.shape)) for name, a in arrays.items()}
-    caches, read = [], {"q": leaves["q"]}
+    read = {"q": leaves["q"]}
     for name in ("k", "v"):
         c.ggml_set_param(leaves[name])
-        cache = c.ggml_new_tensor_4d(ctx, c.GGML_TYPE_F16, d, 64 + 9, 2, 1)
+        cache = c.ggml_new_tensor_4d(ctx, c.GGML_TYPE_F16, 64, n + 9, 2, 1)
         nb = [cache.nb[i] for i in (1, 2, 3)]
-        caches.append(cache)
-        read[name] = c.ggml_cpy(ctx, leaves[name], c.ggml_view_4d(ctx, cache, d, 64, 2, 1, *nb, 5 * cache.nb[1]))
-    mask = c.ggml_new_tensor_4d(ctx, c.GGML_TYPE_F16, 64, 64, 1, 1)
-    weights = c.ggml_new_tensor_4d(ctx, c.GGML_TYPE_F32, d, 14, 64, 1)
+        read[name] = c.ggml_cpy(ctx, leaves[name], c.ggml_view_4d(ctx, cache, 64, n, 2, 1, *nb, 5 * cache.nb[1]))
+    mask = c.ggml_new_tensor_4d(ctx, c.GGML_TYPE_F16, n, n, 1, 1)
+    weights = c.ggml_new_tensor_4d(ctx, c.GGML_TYPE_F32, 64, 14, n, 1)
     out = c.ggml_flash_attn_ext(ctx, *read.values(), mask, given.scale, 0.0, 0.0)
     loss = c.ggml_sum(ctx, c.ggml_mul(ctx, out, weights))
     c.ggml_set_loss(loss)
@@ -210,6 +210,27 @@ def address_space(op: Operator, size: int) -> Iterator[tuple[int, Callable[[int,
     c.ggml_free(ctx)
 
 
+def restrided(
+    op: Operator, given: Inputs, name: str, change: Callable[[list[int], list[int]], None]
+) -> dict[str, NDArray[np.float32]]:
+    """The parts of a run in which a source lies elsewhere, with strides that a function of its ne and nb changes."""
+    library = op.library
+    with library.prepare(op.device, given) as session:
+        tensor = session.sources[name]
+        ne, nb = [int(x) for x in tensor.ne], [int(x) for x in tensor.nb]
+        rows: NDArray[np.uint8] = library.download(session.storages[name], np.uint8).reshape(ne[1] * ne[2] * ne[3], -1)
+        change(ne, nb)
+        size = rows.shape[1] + sum((ne[i] - 1) * nb[i] for i in (1, 2, 3))
+        with address_space(op, size) as (start, write):
+            for row, (i3, i2, i1) in zip(rows, np.ndindex(ne[3], ne[2], ne[1]), strict=True):
+                write(i1 * nb[1] + i2 * nb[2] + i3 * nb[3], row)
+            for i in (1, 2, 3):
+                tensor.nb[i] = nb[i]
+            tensor.data = library.ffi.cast("void *", start)
+            session.compute()
+            return session.result().parts
+
+
 @pytest.mark.parametrize("dim", [1, 2, 3])
 @pytest.mark.parametrize("name", ["q", "k", "v", "mask", "o", "d"])
 @pytest.mark.parametrize(("n", "width"), [(3, 32), (66, 64)])
@@ -218,22 +239,12 @@ def test_u10_u11_u34_u58_strides_beyond_32_bits(op: Operator, name: str, dim: in
     text = f"hsk={width},hsv={width},nh=2,nhkv=2,kv={n},nb={n},ns=2,mask=random,ms=2,mh=2,o={int(name == 'o')}"
     given = inputs.make(case(text), 0)
     expected = op.run(given)
-    library = op.library
-    with library.prepare(op.device, given) as session:
-        tensor = session.sources[name]
-        ne, nb = [int(x) for x in tensor.ne], [int(x) for x in tensor.nb]
-        rows: NDArray[np.uint8] = library.download(session.storages[name], np.uint8).reshape(ne[1] * ne[2] * ne[3], -1)
+
+    def far(ne: list[int], nb: list[int]) -> None:
         nb[dim] = -(-(2**31 * 4 + 4096) // (ne[dim] - 1)) // 256 * 256 + 256
-        size = rows.shape[1] + sum((ne[i] - 1) * nb[i] for i in (1, 2, 3))
-        with address_space(op, size) as (start, write):
-            for row, (i3, i2, i1) in zip(rows, np.ndindex(ne[3], ne[2], ne[1]), strict=True):
-                write(i1 * nb[1] + i2 * nb[2] + i3 * nb[3], row)
-            tensor.nb[dim] = nb[dim]
-            tensor.data = library.ffi.cast("void *", start)
-            session.compute()
-            found = session.result().parts
-    for part, array in expected.items():
-        np.testing.assert_array_equal(found[part], array, err_msg=part)
+
+    for part, array in restrided(op, given, name, far).items():
+        np.testing.assert_array_equal(array, expected[part], err_msg=part)
 
 
 @pytest.mark.parametrize("d", [16, 64])
@@ -365,6 +376,31 @@ def test_u23_u25_u51_any_memory_layout_gives_the_same_bits(op: Operator, layout:
     other = op.run(dataclasses.replace(given, case=given.case.replace(layout=layout)))
     for part, array in expected.items():
         np.testing.assert_array_equal(other[part], array, err_msg=part)
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "o", "d"])
+@pytest.mark.parametrize("n", [7, 70])
+def test_u23_rows_of_a_wider_tensor_give_the_same_bits(op: Operator, name: str, n: int) -> None:
+    given = inputs.make(small(hsk=64, hsv=64, kv=70, nb=n, ns=2, o=int(name == "o")), 0)
+    expected = op.run(given)
+
+    def widen(ne: list[int], nb: list[int]) -> None:
+        nb[1] += 8 * 4
+        nb[2], nb[3] = ne[1] * nb[1], ne[2] * ne[1] * nb[1]
+
+    for part, array in restrided(op, given, name, widen).items():
+        np.testing.assert_array_equal(array, expected[part], err_msg=part)
+
+
+def test_u25_v_permuted_and_k_contiguous(op: Operator) -> None:
+    given = inputs.make(case("hsk=64,hsv=64,nh=16,nhkv=16,kv=513,nb=513,ns=2,type_K=f32,type_V=f32"), 0)
+    expected = op.agree(given)
+
+    def swap(ne: list[int], nb: list[int]) -> None:
+        nb[1], nb[2] = ne[2] * nb[1], nb[1]
+
+    for part, array in restrided(op, given, "v", swap).items():
+        np.testing.assert_array_equal(array, expected[part], err_msg=part)
 
 
 @pytest.mark.parametrize("n", [7, 70])
