@@ -25,6 +25,13 @@ class Environment(Failure):
     exit_code = 3
 
 
+class Lost(Environment):
+    """The device stopped working in the middle of a run."""
+
+    def __init__(self, message: str, hint: str = "") -> None:
+        super().__init__(f"{LOST}: {message}", hint)
+
+
 class Invalid(Failure):
     """A receipt is malformed or contradicts itself."""
 
@@ -44,3 +51,4 @@ class Stale(Failure):
 
 
 INTERRUPTED = 130
+LOST = "the device was lost"

@@ -173,7 +173,7 @@ class Library:
         handle = self.handle(device)
         backend = self.c.ggml_backend_dev_init(handle, self.ffi.NULL)
         if not backend:
-            raise errors.Environment(f"{device.name}: cannot be initialised", "see ggml's messages above")
+            raise errors.Lost(f"{device.name}: cannot be initialised", "see ggml's messages above")
         set_threads = self.proc(handle, "ggml_backend_set_n_threads", "ggml_backend_set_n_threads_t")
         if set_threads:
             set_threads(backend, threads or os.cpu_count() or 1)
@@ -427,14 +427,18 @@ class Session:
         self.library.upload(self.back, np.full(self.result_bytes // 4, POISON, np.uint32))
 
     def compute(self) -> float:
-        """Compute the graph once; seconds on the host's clock until the device is done. Raises errors.Failure."""
+        """Compute the graph once; seconds on the host's clock until the device is done.
+
+        Raises errors.Environment when the device has no memory for the work, errors.Lost when it fails.
+        """
         start = time.perf_counter()
         status = self._c.ggml_backend_graph_compute(self.backend, self.graph)
         self._c.ggml_backend_synchronize(self.backend)
         self.seconds = time.perf_counter() - start
         if status != self._c.GGML_STATUS_SUCCESS:
             text = self.library.text(self._c.ggml_status_to_string(status))
-            raise errors.Failure(f"{self.device.name}: {text} for {self.inputs.case}")
+            kind = errors.Environment if status == self._c.GGML_STATUS_ALLOC_FAILED else errors.Lost
+            raise kind(f"{self.device.name}: {text} for {self.inputs.case}")
         return self.seconds
 
     def result(self) -> Result:

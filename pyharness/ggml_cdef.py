@@ -5,7 +5,7 @@ CDEF = """
 #define GGML_MAX_SRC ...
 #define GGML_MEM_ALIGN ...
 
-enum ggml_status { GGML_STATUS_SUCCESS, ... };
+enum ggml_status { GGML_STATUS_ALLOC_FAILED, GGML_STATUS_SUCCESS, ... };
 enum ggml_prec { GGML_PREC_DEFAULT, GGML_PREC_F32, ... };
 enum ggml_type {
     GGML_TYPE_F32, GGML_TYPE_F16, GGML_TYPE_BF16, GGML_TYPE_Q8_0, GGML_TYPE_I8, GGML_TYPE_I32, GGML_TYPE_I64,

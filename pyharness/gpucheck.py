@@ -8,9 +8,16 @@ steps
   repeat     the same bits in every repeat while another stream of the device is busy
   random     random shapes: what supports_op takes must run and be right, and whatever it refuses says why
   sanitizer  compute-sanitizer's memcheck, initcheck, racecheck and synccheck on a short list, every kernel path
+  properties identities that need no reference, over random shapes (pytest and hypothesis)
+  public     the tests of hand-computed values, invariants and publicly reported failures on the device (pytest)
+  soak       mixed shapes on two streams beside memory that comes and goes: the same bits, no growth
+  memory     too little device memory for the workspace: right, or a graph that fails in words
+  broken     an error of the device in the middle of a run: words and a partial receipt
+  backend-ops  upstream's test-backend-ops in its four modes, where it was built
   perf       timings with ggml's unfused graph and PyTorch beside them
 
 Each step runs in processes of its own under a time box; one that is full is interrupted, and what was done is kept.
+With --beside soak the steps from oracle to public run while the soak does.
 """
 
 from __future__ import annotations
@@ -18,20 +25,23 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import random
+import re
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TextIO
 
-from . import cases, digest, errors, inputs, monitor, options, oracle, receipt
-from .cases import Case
+from . import digest, errors, ggml, statement, stress
+from .cases import OP
 from .digest import ROOT
 
 TARGET = "FLASH_ATTN_BACK(hsk=256,hsv=256,nh=24,nhkv=4,kv=75520,nb=2048,type_K=q8_0,type_V=q8_0)"
@@ -45,20 +55,22 @@ BOXES = {
     "repeat": 300,
     "random": 300,
     "sanitizer": 900,
+    "properties": 300,
+    "public": 300,
+    "soak": 900,
+    "memory": 300,
+    "broken": 60,
+    "backend-ops": 600,
     "perf": 900,
 }
 """Seconds of each step's time box."""
 
-PATH = "GGML_CUDA_FATTN_BACK_PATH"
+BESIDE = ("oracle", "hopper", "mma", "rows", "target", "repeat", "random", "sanitizer", "properties", "public")
+"""Steps that neither time anything nor fill the device."""
 
-REPEATED = (
-    "FLASH_ATTN_BACK(hsk=128,hsv=128,nh=16,nhkv=4,kv=1024,nb=1024)",
-    "FLASH_ATTN_BACK(hsk=128,hsv=128,nh=8,nhkv=2,kv=2048,nb=64)",
-    "FLASH_ATTN_BACK(hsk=64,hsv=64,nh=8,nhkv=8,kv=512,nb=512,type_K=q8_0,type_V=q8_0,mask=swa:64)",
-    "FLASH_ATTN_BACK(hsk=256,hsv=256,nh=6,nhkv=1,kv=1024,nb=128,type_K=q8_0,type_V=q8_0,sinks=1)",
-    "FLASH_ATTN_BACK(hsk=80,hsv=80,nh=4,nhkv=2,kv=333,nb=77,type_K=f32,type_V=bf16,mask=docs:50,softcap=20)",
-)
-BUSY = "FLASH_ATTN_BACK(hsk=128,hsv=128,nh=4,nhkv=4,kv=512,nb=256)"
+ON_DEVICE = ("tests/test_public_reports.py", "tests/test_hand.py", "tests/test_invariants.py")
+
+PATH = "GGML_CUDA_FATTN_BACK_PATH"
 
 SANITIZED = (
     "FLASH_ATTN_BACK(hsk=64,hsv=64,nh=4,nhkv=2,kv=97,nb=66)",
@@ -97,18 +109,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--perf", action="append", default=[], metavar="ARG", help="hand ARG to perf, as in --perf=-p --perf=nb=4096"
     )
-    parser.add_argument("--inner", choices=("repeat", "random"), help=argparse.SUPPRESS)
+    parser.add_argument("--examples", type=int, default=100, metavar="N", help="of each property (default: 100)")
+    parser.add_argument("--soak", type=float, default=480, metavar="S", help="seconds of soak, at least (default: 480)")
+    parser.add_argument("--beside", choices=("soak",), help="run what only checks correctness while the soak does")
+    parser.add_argument("--lanes", type=int, default=2, metavar="N", help="steps at a time beside it (default: 2)")
+    jobs = max(1, min(4, (os.cpu_count() or 1) // 4))
+    parser.add_argument(
+        "--jobs", type=int, default=jobs, metavar="N", help="processes of random (default: %(default)s here)"
+    )
+    parser.add_argument("--inner", choices=stress.INNER, help=argparse.SUPPRESS)
     parser.add_argument("--first", type=int, default=0, help=argparse.SUPPRESS)
+    parser.add_argument("--stride", type=int, default=1, help=argparse.SUPPRESS)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the steps; 0 when all passed, 1 when one failed or ran out of time, 3 when nothing could run."""
+    """Run the steps; 0 when all passed, 1 when one failed or its time was up, 3 when none ran or the device is lost."""
     if args.inner:
-        return {"repeat": _repeat, "random": _random}[args.inner](args)
+        return stress.INNER[args.inner](args)
     steps = args.steps or list(BOXES)
     unknown = [step for step in steps if step not in BOXES]
     if unknown:
         raise errors.Usage(f"{unknown[0]}: not a step", hint=f"steps: {', '.join(BOXES)}")
+    if args.beside and args.beside not in steps:
+        raise errors.Usage(f"--beside {args.beside}: it is none of the steps")
     boxes: dict[str, float] = dict(BOXES)
     for item in args.box:
         step, equals, seconds = item.partition("=")
@@ -116,26 +139,70 @@ def run(args: argparse.Namespace) -> int:
             raise errors.Usage(f"--box {item}: write STEP=SECONDS, STEP of {', '.join(BOXES)}")
         boxes[step] = float(seconds)
     args.out.mkdir(parents=True, exist_ok=True)
-    summary: dict[str, Any] = {"device": args.backend, "patch": digest.patch_digest(), "steps": {}}
     with (args.out / "log.txt").open("a", encoding="utf-8") as log:
-        for step in steps:
-            runner = _Runner(args, log, time.monotonic() + boxes[step])
-            begin = time.monotonic()
-            found = _STEPS[step](runner)
-            found["seconds"] = round(time.monotonic() - begin, 1)
-            summary["steps"][step] = found
-            (args.out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
-            print(f"{step:10} {found['state']:9} {found['seconds']:8.1f} s  {found['text']}", flush=True)
+        states = _Check(args, boxes, log).run(steps)
     print(f"results in {args.out}", file=sys.stderr)
-    states = {found["state"] for found in summary["steps"].values()}
+    if "LOST" in states:
+        return errors.Lost.exit_code
     return 1 if states & {"FAILED", "TIME"} else 0 if "ok" in states else errors.Environment.exit_code
+
+
+class _Check:
+    """Runs steps one after the other, or beside the soak, and keeps summary.json current."""
+
+    def __init__(self, args: argparse.Namespace, boxes: dict[str, float], log: TextIO) -> None:
+        self._args, self._boxes, self._log, self._lock = args, boxes, log, threading.Lock()
+        self._found: dict[str, dict[str, Any]] = {}
+
+    def run(self, steps: Sequence[str]) -> set[str]:
+        """The states that the steps ended in."""
+        beside = [step for step in steps if step in BESIDE] if self._args.beside else []
+        for step in steps:
+            if step == self._args.beside and beside:
+                self._both(step, beside)
+            elif step not in beside:
+                self._step(step)
+        return {found["state"] for found in self._found.values()}
+
+    def _both(self, long: str, beside: Sequence[str]) -> None:
+        runner = self._runner(long, sum(self._boxes[step] for step in (long, *beside)))
+        runner.released.clear()
+        thread = threading.Thread(target=self._step, args=(long, runner))
+        thread.start()
+        while thread.is_alive() and not runner.ready.wait(0.1):
+            pass
+        try:
+            with ThreadPoolExecutor(self._args.lanes) as pool:
+                list(pool.map(self._step, beside))
+        finally:
+            runner.released.set()
+            thread.join()
+
+    def _runner(self, step: str, box: float) -> _Runner:
+        return _Runner(step, self._args, self._log, time.monotonic() + box)
+
+    def _step(self, step: str, runner: _Runner | None = None) -> None:
+        begin = time.monotonic()
+        if any(found["state"] == "LOST" for found in self._found.values()):
+            found = _state(errors.Environment.exit_code, errors.LOST)
+        else:
+            found = _STEPS[step](runner or self._runner(step, self._boxes[step]))
+        found["seconds"] = round(time.monotonic() - begin, 1)
+        with self._lock:
+            self._found[step] = found
+            steps = {name: self._found[name] for name in BOXES if name in self._found}
+            summary = {"device": self._args.backend, "patch": digest.patch_digest(), "steps": steps}
+            (self._args.out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+            print(f"{step:11} {found['state']:9} {found['seconds']:8.1f} s  {found['text']}", flush=True)
 
 
 class _Runner:
     """Runs a step's processes within its time box, everything they print into the log."""
 
-    def __init__(self, args: argparse.Namespace, log: TextIO, end: float) -> None:
-        self.args, self._log, self._end = args, log, end
+    def __init__(self, step: str, args: argparse.Namespace, log: TextIO, end: float) -> None:
+        self.step, self.args, self._log, self._end = step, args, log, end
+        self.ready, self.released = threading.Event(), threading.Event()
+        self.released.set()
 
     def left(self) -> float:
         """Seconds left in the box."""
@@ -143,41 +210,55 @@ class _Runner:
 
     def share(self, of: int) -> _Runner:
         """A runner for one of `of` equal parts of what is left."""
-        return _Runner(self.args, self._log, time.monotonic() + self.left() / of)
+        return _Runner(self.step, self.args, self._log, time.monotonic() + self.left() / of)
 
-    def pyharness(self, *words: str, wrap: tuple[str, ...] = (), path: str = "") -> tuple[int | None, list[str]]:
-        """Run a verb (under `wrap`, held to a kernel path); exit code (None: the box was full) and lines."""
+    def pyharness(
+        self, *words: str, wrap: tuple[str, ...] = (), env: dict[str, str] | None = None
+    ) -> tuple[int | None, list[str]]:
+        """Run a verb (under `wrap`); exit code (None: the box was full) and lines."""
         where = ["--libs", str(self.args.libs)] if self.args.libs else ["--preset", self.args.preset]
-        return self.command(*wrap, sys.executable, "-m", "pyharness", *words, *where, path=path)
+        return self.command(*wrap, sys.executable, "-m", "pyharness", *words, *where, env=env)
 
-    def command(self, *words: str, path: str = "") -> tuple[int | None, list[str]]:
-        """Run a program in the tree's root; interrupted when the time box is full, killed if it does not end then."""
-        print(f"$ {f'{PATH}={path} ' if path else ''}{' '.join(words)}", file=self._log, flush=True)
+    def command(self, *words: str, env: dict[str, str] | None = None) -> tuple[int | None, list[str]]:
+        """Run a program in the tree's root; interrupted when the time box is full, killed if it does not end then.
+
+        Its stdin ends once `released` is set; `ready` is set when it prints that word."""
+        more = env or {}
+        self._note(f"$ {' '.join([*(f'{name}={value}' for name, value in more.items()), *words])}")
         lines: list[str] = []
         try:
             process = subprocess.Popen(
                 words,
                 cwd=ROOT,
-                env=os.environ | ({PATH: path} if path else {}),
+                env=os.environ | more,
+                stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
                 errors="replace",
             )
         except OSError as e:
-            print(e, file=self._log, flush=True)
+            self._note(str(e))
             return 127, [str(e)]
+        assert process.stdin is not None
+        assert process.stdout is not None
+        stdin, stdout = process.stdin, process.stdout
 
         def read() -> None:
-            assert process.stdout is not None
-            with process.stdout:
-                for line in process.stdout:
+            with stdout:
+                for line in stdout:
                     lines.append(line.rstrip("\n"))
-                    self._log.write(line)
-                    self._log.flush()
+                    self._note(lines[-1])
+                    if lines[-1] == "ready":
+                        self.ready.set()
 
-        reader = threading.Thread(target=read, daemon=True)
+        def hold() -> None:
+            with stdin:
+                self.released.wait()
+
+        reader, holder = (threading.Thread(target=target, daemon=True) for target in (read, hold))
         reader.start()
+        holder.start()
         code: int | None
         try:
             code = process.wait(self.left())
@@ -190,12 +271,18 @@ class _Runner:
                 process.kill()
                 process.wait()
         reader.join(10)
-        print(f"-> {'time box full' if code is None else f'exit {code}'}", file=self._log, flush=True)
+        self._note(f"-> {'time box full' if code is None else f'exit {code}'}")
         return code, lines
+
+    def _note(self, line: str) -> None:
+        self._log.write(f"{self.step}: {line}\n")
+        self._log.flush()
 
 
 def _state(code: int | None, text: str, **more: Any) -> dict[str, Any]:
     state = "TIME" if code is None else {0: "ok", errors.Environment.exit_code: "not run"}.get(code, "FAILED")
+    if state == "not run" and f": {errors.LOST}: " in text:
+        state = "LOST"
     return {"state": state, "exit_code": code, "text": text, **more}
 
 
@@ -211,7 +298,7 @@ def _info(runner: _Runner) -> dict[str, Any]:
     return _state(code, next((line for line in lines if runner.args.backend in line), _last(lines)).strip())
 
 
-def _oracle(runner: _Runner, *words: str, path: str = "") -> dict[str, Any]:
+def _oracle(runner: _Runner, *words: str, env: dict[str, str] | None = None) -> dict[str, Any]:
     args = runner.args
     common = (
         "-b",
@@ -223,7 +310,7 @@ def _oracle(runner: _Runner, *words: str, path: str = "") -> dict[str, Any]:
         "--timeout",
         str(runner.left()),
     )
-    code, lines = runner.pyharness("oracle", *common, *words, path=path)
+    code, lines = runner.pyharness("oracle", *common, *words, env=env)
     failed = [line.strip() for line in lines if line.startswith("failed")]
     worst = [line.strip() for line in lines if "worst NMSE" in line]
     summary = [line for line in lines if " cases: " in line] if failed or not code else []
@@ -234,7 +321,7 @@ def _path(path: str) -> Callable[[_Runner], dict[str, Any]]:
     def run_path(runner: _Runner) -> dict[str, Any]:
         if not runner.args.backend.startswith("CUDA"):
             return _state(errors.Environment.exit_code, f"{runner.args.backend} has no path {path}")
-        return _oracle(runner, path=path)
+        return _oracle(runner, env={PATH: path})
 
     return run_path
 
@@ -243,45 +330,138 @@ def _target(runner: _Runner) -> dict[str, Any]:
     return _oracle(runner, "-o", TARGET)
 
 
-def _inner(runner: _Runner, step: str, *words: str) -> tuple[int | None, list[str]]:
+def _inner(
+    runner: _Runner, step: str, *words: str, out: Path | None = None, env: dict[str, str] | None = None
+) -> tuple[int | None, list[str]]:
     args = runner.args
-    common = ("-b", args.backend, "--seed", str(args.seed), "--out", str(args.out), "--inner", step)
-    return runner.pyharness("gpucheck", *common, "--threads", str(args.threads), *words)
+    common = ("-b", args.backend, "--seed", str(args.seed), "--out", str(out or args.out), "--inner", step)
+    return runner.pyharness("gpucheck", *common, "--threads", str(args.threads), *words, env=env)
 
 
-def _repeat_step(runner: _Runner) -> dict[str, Any]:
+def _repeat(runner: _Runner) -> dict[str, Any]:
     code, lines = _inner(runner, "repeat", "--repeats", str(runner.args.repeats))
     return _state(code, _last(lines))
 
 
-def _random_step(runner: _Runner) -> dict[str, Any]:
-    """An abort ends the inner process; the next one goes on after the case that aborted."""
-    first, aborts, counts, refusals, failed = 0, [], Counter[str](), Counter[str](), []
-    while first < runner.args.random:
-        code, lines = _inner(runner, "random", "--random", str(runner.args.random), "--first", str(first))
-        done = 0
-        for line in lines:
-            kind, _, rest = line.partition("\t")
-            if kind in ("ok", "failed", "refused", "skipped"):
-                done += 1
-                counts[kind] += 1
-                case, _, reason = rest.partition("\t")
-                if kind == "refused":
-                    refusals[reason] += 1
-                if kind == "failed":
-                    failed.append(f"{case}: {reason}")
-        if code in (0, 1, errors.Environment.exit_code, errors.Usage.exit_code) or code is None:
-            break
-        aborted = next((line for line in reversed(lines) if line.startswith("case\t")), "case\tno case had begun")
-        aborts.append(f"{aborted.partition(chr(9))[2]}: the process ended with {code}: {_last(lines)}")
-        first += done + 1
+def _resumed(runner: _Runner, step: str, total: int, jobs: int, *words: str) -> dict[str, Any]:
+    """A step whose inner processes, `jobs` at a time, print a line for each of `total` cases.
+
+    An abort ends an inner process; the next one goes on after the case that aborted."""
+    counts, refusals, failed, aborted = Counter[str](), Counter[str](), list[str](), list[str]()
+    threads = str(max(1, (os.cpu_count() or 1) // jobs))
+    env = {"OMP_NUM_THREADS": threads, "OPENBLAS_NUM_THREADS": threads} if jobs > 1 else {}
+
+    def part(first: int) -> tuple[int | None, str]:
+        while True:
+            code, lines = _inner(runner, step, "--first", str(first), "--stride", str(jobs), *words, env=env)
+            done = 0
+            for line in lines:
+                kind, _, rest = line.partition("\t")
+                if kind in ("ok", "failed", "refused", "skipped"):
+                    done += 1
+                    counts[kind] += 1
+                    case, _, reason = rest.partition("\t")
+                    if kind == "refused":
+                        refusals[reason] += 1
+                    if kind == "failed":
+                        failed.append(f"{case}: {reason}")
+            if code in (0, 1, errors.Environment.exit_code, errors.Usage.exit_code) or code is None:
+                return code, _last(lines)
+            case = next((line for line in reversed(lines) if line.startswith("case\t")), "case\tno case had begun")
+            said = [line for line in lines[-40:] if "error" in line.lower() and "\t" not in line]
+            words_ = "; ".join(dict.fromkeys(line.strip() for line in said)) or _last(lines)
+            aborted.append(f"{case.partition(chr(9))[2]}: the process ended with {code}: {words_}")
+            first += (done + 1) * jobs
+            if first >= total:
+                return 1, words_
+
+    with ThreadPoolExecutor(jobs) as pool:
+        ends = list(pool.map(part, range(jobs)))
+    codes = [code for code, _ in ends]
     text = (
         ", ".join(f"{counts[kind]} {kind}" for kind in ("ok", "failed", "refused", "skipped"))
-        + f", {len(aborts)} aborted"
+        + f", {len(aborted)} aborted"
     )
-    if code is not None and (aborts or failed):
-        code = 1
-    return _state(code, text, failed=failed, aborted=aborts, refusals=dict(refusals.most_common()))
+    code = None if None in codes else 1 if aborted or failed else max(code for code in codes if code is not None)
+    if code not in (None, 0, 1):
+        text = next(last for ended, last in ends if ended == code)
+    return _state(code, text, failed=failed, aborted=aborted, refusals=dict(refusals.most_common()))
+
+
+def _random(runner: _Runner) -> dict[str, Any]:
+    return _resumed(runner, "random", runner.args.random, runner.args.jobs, "--random", str(runner.args.random))
+
+
+def _memory(runner: _Runner) -> dict[str, Any]:
+    return _resumed(runner, "memory", len(stress.SQUEEZED) * len(stress.ROOM), 1)
+
+
+def _soak(runner: _Runner) -> dict[str, Any]:
+    code, lines = _inner(runner, "soak", "--soak", str(runner.args.soak))
+    found: dict[str, Any] = next((json.loads(line[5:]) for line in lines if line.startswith("soak\t")), {})
+    return _state(code, _last(lines), **found)
+
+
+def _broken(runner: _Runner) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as directory:
+        code, lines = _inner(runner, "broken", out=Path(directory))
+        bodies = [statement.read(path)["predicate"]["receipt"] for path in Path(directory).glob("*.json")]
+    said = [line.strip() for line in lines if "error" in line.lower()]
+    states = [[record["status"] for record in body["cases"]] for body in bodies if body["partial"]]
+    if code not in (None, errors.Environment.exit_code):
+        code = 0 if code == 1 and said and states == [["ok", "failed"]] else 1
+    return _state(
+        code, f"{said[0] if said else _last(lines)}; partial receipts of {states}" if bodies else _last(lines)
+    )
+
+
+def _pytest(runner: _Runner, *words: str, env: dict[str, str] | None = None) -> dict[str, Any]:
+    plugins = ["pytest_timeout", "_hypothesis_pytestplugin"]
+    missing = [name for name in ("pytest", *plugins) if find_spec(name) is None]
+    if missing:
+        return _state(errors.Environment.exit_code, f"{', '.join(missing)} not installed")
+    args = runner.args
+    more = {"PYHARNESS_LIBS": str(ggml.find_libraries(args.libs, args.preset)), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    parallel = find_spec("xdist") is not None and args.jobs > 1
+    common = [word for plugin in [*plugins, *["xdist.plugin"] * parallel] for word in ("-p", plugin)]
+    common += ["-n", str(args.jobs)] * parallel
+    common += ["-q", "-rf", "-W", "default", "--tb=short", "-p", "no:cacheprovider", "--device", args.backend]
+    code, lines = runner.command(sys.executable, "-m", "pytest", *common, *words, env=more | (env or {}))
+    failed = [line.removeprefix("FAILED ") for line in lines if line.startswith(("FAILED ", "ERROR "))]
+    return _state(code if code in (0, None) else 1, _last(lines), failed=failed)
+
+
+def _properties(runner: _Runner) -> dict[str, Any]:
+    examples = {"PYHARNESS_EXAMPLES": str(runner.args.examples)}
+    return _pytest(runner, f"--hypothesis-seed={runner.args.seed}", "tests/test_properties.py", env=examples)
+
+
+def _public(runner: _Runner) -> dict[str, Any]:
+    return _pytest(runner, *ON_DEVICE)
+
+
+def _backend_ops(runner: _Runner) -> dict[str, Any]:
+    args = runner.args
+    libs = ggml.find_libraries(args.libs, args.preset)
+    program = libs / "test-backend-ops"
+    if not program.exists():
+        return _state(errors.Environment.exit_code, f"no test-backend-ops in {libs}")
+    modes = ("test", "support", "grad", "perf")
+    found: dict[str, dict[str, Any]] = {}
+    for number, mode in enumerate(modes):
+        words = (str(program), mode, "-b", args.backend, "-o", OP)
+        code, lines = runner.share(len(modes) - number).command(*words, env={"LD_LIBRARY_PATH": str(libs)})
+        said = [re.sub(r"\x1b\[[0-9;]*m", "", line).strip() for line in lines]
+        failed = [line for line in said if line.startswith(OP) and "FAIL" in line]
+        found[mode] = {
+            "exit_code": code,
+            "text": next((x for x in said if " tests passed" in x), _last(said)),
+            "failed": failed,
+        }
+    codes = [item["exit_code"] for item in found.values()]
+    wrong = [code for code in codes if code]
+    text = "; ".join(f"{mode}: {item['text']}" for mode, item in found.items())
+    return _state(wrong[0] if wrong else None if None in codes else 0, text, modes=found)
 
 
 def _sanitizer(runner: _Runner) -> dict[str, Any]:
@@ -294,7 +474,7 @@ def _sanitizer(runner: _Runner) -> dict[str, Any]:
         share = runner.share(len(checks) - number)
         options_ = ("--tool", tool, "--error-exitcode", str(FOUND), "--print-limit", "20")
         words = ("oracle", "-b", runner.args.backend, "--no-receipt", "--no-monitor", "-o", ",".join(SANITIZED))
-        code, lines = share.pyharness(*words, wrap=(program, *options_), path=path)
+        code, lines = share.pyharness(*words, wrap=(program, *options_), env={PATH: path})
         summary = next(
             (line for line in reversed(lines) if "ERROR SUMMARY" in line or "RACECHECK SUMMARY" in line), _last(lines)
         )
@@ -332,134 +512,14 @@ _STEPS: dict[str, Callable[[_Runner], dict[str, Any]]] = {
     "mma": _path("mma"),
     "rows": _path("rows"),
     "target": _target,
-    "repeat": _repeat_step,
-    "random": _random_step,
+    "repeat": _repeat,
+    "random": _random,
     "sanitizer": _sanitizer,
+    "properties": _properties,
+    "public": _public,
+    "soak": _soak,
+    "memory": _memory,
+    "broken": _broken,
+    "backend-ops": _backend_ops,
     "perf": _perf,
 }
-
-
-# ---- what runs in a process of its own ----
-
-
-def _repeat(args: argparse.Namespace) -> int:
-    """Each case `repeats` times while a second backend of the device, on its own stream and thread, never rests."""
-    started = time.time()
-    with monitor.Monitor(None, reason="not watched") as watch:
-        library = options.library(args)
-        receipt.check_source(library)
-        (device,) = options.devices(args, library)
-        busy = library.prepare(device, inputs.make(Case.parse(BUSY), args.seed), args.threads)
-        stop, computed = threading.Event(), 0
-
-        def compete() -> None:
-            nonlocal computed
-            while not stop.is_set():
-                busy.compute()
-                computed += 1
-
-        thread = threading.Thread(target=compete)
-        results = []
-        with busy:
-            thread.start()
-            try:
-                for text in REPEATED:
-                    before = computed
-                    result = oracle.check(
-                        library, device, Case.parse(text), args.seed, args.threads, repeats=args.repeats
-                    )
-                    results.append(result)
-                    words = (
-                        f"{result.distinct} different in {result.repeats} runs, {computed - before} of the other stream"
-                    )
-                    print(f"{result.status} {text}: {result.reason or words}", flush=True)
-            finally:
-                stop.set()
-                thread.join()
-    path = receipt.write(
-        args.out, "oracle", library, results, args.seed, False, started, time.time(), [], monitor=watch.report()
-    )
-    print(f"receipt {path}")
-    ran = [result for result in results if result.status != "unsupported"]
-    same = sum(result.status == "ok" for result in ran)
-    rest = f", {len(results) - len(ran)} unsupported" if len(ran) < len(results) else ""
-    print(f"{same} of {len(ran)} cases right and the same in {args.repeats} runs beside another stream{rest}")
-    return 0 if same == len(ran) and ran else 1
-
-
-def random_case(rng: random.Random) -> Case:
-    """A small case from the whole grammar but captures.
-
-    Left out is what float32 cannot hold in few rows: outliers, large logits, near-constant V, a finite lowest mask."""
-    types = ["f16", "f32", "bf16", "q8_0"] * 4 + list(cases.TYPES)
-    sizes = [8, 16, 32, 40, 64, 72, 80, 96, 112, 128, 192, 256, 320, 512, 576]
-    while True:
-        hkv, group = rng.randint(1, 4), rng.choice((1, 1, 2, 3, 4, 6, 8))
-        hsk = rng.choice(sizes)
-        kv, nb = (
-            rng.choice((rng.randint(1, 70), rng.randint(1, 400))),
-            rng.choice((1, rng.randint(1, 40), rng.randint(1, 150))),
-        )
-        ns = rng.choice((1, 1, 1, 2, 3))
-        mask = (
-            rng.choice([m for m in cases.MASKS if m != "lowest" or nb >= 32])
-            .replace("W", str(rng.randint(1, kv)))
-            .replace("L", str(rng.randint(1, kv)))
-        )
-        masked = mask != "none"
-        first = rng.randint(0, kv - 1) if rng.random() < 0.2 else 0
-        count = rng.randint(1, kv - first) if first or rng.random() < 0.1 else 0
-        sinks = int(rng.random() < 0.3)
-        letters = "qkvs" if sinks else "qkv"
-        kind = rng.choice(types)
-        try:
-            return Case(
-                hsk=hsk,
-                hsv=hsk if rng.random() < 0.7 else rng.choice(sizes),
-                nh=hkv * group,
-                nhkv=hkv,
-                kv=kv,
-                nb=nb,
-                ns=ns,
-                type_K=kind,
-                type_V=kind if rng.random() < 0.6 else rng.choice(types),
-                mask=mask,
-                mh=rng.choice((1, 1, hkv * group)) if masked else 1,
-                ms=rng.choice((1, ns)) if masked else 1,
-                mpad=rng.choice((0, 0, 3)) if masked else 0,
-                max_bias=rng.choice((0.0, 0.0, 8.0)) if masked else 0.0,
-                softcap=rng.choice((0.0, 0.0, 0.0, 15.0)),
-                sinks=sinks,
-                grads="".join(x for x in letters if rng.random() < 0.7) or "q" if rng.random() < 0.25 else "",
-                kv_first=first,
-                kv_count=count,
-                o=int(rng.random() < 0.2),
-                prec=rng.choice(("default", "default", "f32")),
-                data=rng.choice(("normal", "normal", "normal", "uniform", "kmean", "tiny", "huge", "zero")),
-                layout=rng.choice(("cont",) * 4 + cases.LAYOUTS),
-            )
-        except errors.Usage:
-            continue
-
-
-def _random(args: argparse.Namespace) -> int:
-    """A line "kind<TAB>case<TAB>reason" for each shape, before it "case<TAB>case" should the process die in it."""
-    library = options.library(args)
-    receipt.check_source(library)
-    (device,) = options.devices(args, library)
-    rng = random.Random(args.seed)
-    shapes = [random_case(rng) for _ in range(args.random)][args.first :]
-    failed = 0
-    for case in shapes:
-        print(f"case\t{case}", flush=True)
-        try:
-            result = oracle.check(library, device, case, args.seed, args.threads)
-        except errors.Environment as e:  # no memory
-            print(f"skipped\t{case}\t{e}", flush=True)
-            continue
-        kind = {"unsupported": "refused"}.get(result.status, result.status)
-        if kind == "refused" and not result.reason.strip():
-            kind = "failed"
-        failed += kind == "failed"
-        print(f"{kind}\t{case}\t{result.reason or ('no reason given' if kind == 'failed' else '')}", flush=True)
-    return 1 if failed else 0

@@ -363,6 +363,11 @@ def execute(args: argparse.Namespace, selected: list[Case]) -> int:
                     why = f"no answer within {args.timeout:g} s"
                     result = CaseResult(case, device.name, case.seed(args.seed), "failed", why)
                     stuck = True
+                except errors.Lost as error:
+                    reporter.flush()
+                    print(f"pyharness oracle: {error}", file=sys.stderr)
+                    stopped = errors.Lost.exit_code
+                    break
                 except (errors.Environment, errors.Usage, MemoryError) as error:
                     why = str(error) or "out of memory"
                     result = CaseResult(case, device.name, case.seed(args.seed), "skipped", why)
