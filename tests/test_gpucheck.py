@@ -1,0 +1,394 @@
+"""The GPU check: its steps, and what runs in processes of its own, on the CPU."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import io
+import json
+import random
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from attention import small
+from numpy.typing import NDArray
+
+from pyharness import cases, cli, errors, ggml, gpucheck, inputs, statement, stress
+from pyharness.cases import Case
+
+CASE = str(small())
+OTHER = str(small(kv=21))
+pytestmark = pytest.mark.usefixtures("library")
+
+Check = Callable[..., tuple[int, dict[str, Any]]]
+
+
+@pytest.fixture
+def check(tmp_path: Path) -> Check:
+    """Runs steps on the CPU: exit code, and the steps of summary.json; results lie in tmp_path/out."""
+
+    def run(*words: str) -> tuple[int, dict[str, Any]]:
+        common = ("--preset", "cpu", "-b", "CPU", "--out", str(tmp_path / "out"), "--threads", "1")
+        code = cli.main(["gpucheck", *words, *common])
+        return code, json.loads((tmp_path / "out/summary.json").read_text())["steps"]
+
+    return run
+
+
+def states(steps: dict[str, Any]) -> dict[str, str]:
+    return {name: step["state"] for name, step in steps.items()}
+
+
+def options(tmp_path: Path, **changes: Any) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    gpucheck.add_arguments(parser)
+    args = parser.parse_args(["--preset", "cpu", "-b", "CPU", "--out", str(tmp_path), "--threads", "1"])
+    vars(args).update(changes)
+    return args
+
+
+class Fake(gpucheck._Runner):
+    """A runner whose processes are written out: exit code and lines of each."""
+
+    def __init__(self, args: argparse.Namespace, *ends: tuple[int | None, list[str]]) -> None:
+        super().__init__("step", args, io.StringIO(), 0)
+        self.ends, self.words = list(ends), list[tuple[str, ...]]()
+
+    def share(self, of: int) -> Fake:
+        del of
+        return self
+
+    def command(self, *words: str, env: dict[str, str] | None = None) -> tuple[int | None, list[str]]:
+        del env
+        self.words.append(words)
+        return self.ends.pop(0)
+
+
+# ---- steps ----
+
+
+def test_the_gpu_check_leaves_a_flat_folder(check: Check, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("info", "repeat", "random", "memory", "broken", "properties")
+    code, steps = check(*words, "--repeats", "3", "--random", "20", "--jobs", "2", "--examples", "1")
+    assert code == 0
+    assert states(steps) == {
+        "info": "ok",
+        "repeat": "ok",
+        "random": "ok",
+        "properties": "ok",
+        "memory": "not run",
+        "broken": "not run",
+    }
+    assert steps["random"]["text"].startswith("20 ok")
+    out = tmp_path / "out"
+    (path,) = out.glob("*-oracle-*.json")
+    assert all(c["repeats"] == 3 and c["distinct"] == 1 for c in statement.read(path)["predicate"]["receipt"]["cases"])
+    assert all(child.is_file() for child in out.iterdir())
+    assert len(list(out.iterdir())) <= 8
+    assert "repeat      ok" in capsys.readouterr().out
+
+
+def test_a_full_time_box_interrupts_a_step_and_keeps_what_was_done(
+    check: Check, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, steps = check("oracle", "--box", "oracle=4")
+    assert (code, states(steps)) == (1, {"oracle": "TIME"})
+    (path,) = (tmp_path / "out").glob("*-oracle-*.json")
+    assert statement.read(path)["predicate"]["receipt"]["partial"] is True
+    assert "oracle      TIME" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "words", [("nothing",), ("oracle", "--beside", "soak"), ("info", "--box", "info"), ("info", "--box", "x=1")]
+)
+def test_a_wrong_step_or_box_is_exit_2(words: tuple[str, ...]) -> None:
+    assert cli.main(["gpucheck", *words]) == errors.Usage.exit_code
+
+
+def test_steps_that_check_run_beside_the_soak_and_timings_after_it(
+    check: Check, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    soaking, order = threading.Event(), list[str]()
+
+    def soak(runner: gpucheck._Runner) -> dict[str, Any]:
+        soaking.set()
+        runner.ready.set()
+        assert runner.released.wait(60)
+        soaking.clear()
+        return gpucheck._state(0, "")
+
+    def step(name: str) -> Callable[[gpucheck._Runner], dict[str, Any]]:
+        def run(_: gpucheck._Runner) -> dict[str, Any]:
+            order.append(name)
+            return gpucheck._state(0 if soaking.is_set() == (name in gpucheck.BESIDE) else 1, "")
+
+        return run
+
+    monkeypatch.setattr(gpucheck, "_STEPS", {name: step(name) for name in gpucheck.BOXES} | {"soak": soak})
+    code, steps = check("--beside", "soak", "--lanes", "3")
+    assert code == 0, states(steps)
+    assert list(steps) == list(gpucheck.BOXES)
+    assert order[0] == "info"
+    assert order[-1] == "perf"
+
+
+def test_a_lost_device_ends_the_check_with_exit_3(check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = f"pyharness oracle: {errors.Lost('CPU fell off the bus')}"
+    monkeypatch.setattr(gpucheck._Runner, "command", lambda *_, **__: (errors.Lost.exit_code, ["1 ok", said]))
+    code, steps = check("oracle", "random")
+    assert code == errors.Lost.exit_code
+    assert states(steps) == {"oracle": "LOST", "random": "not run"}
+    assert steps["oracle"]["text"] == said
+
+
+def test_an_abort_is_told_in_its_words_and_the_next_process_goes_on(tmp_path: Path) -> None:
+    died = ["case\tA", "ok\tA\t", "case\tB", "CUDA error: out of memory", "  cuMemCreate(&handle)", "bye"]
+    rest = ["case\tC", "refused\tC\ttoo small", "case\tD", "failed\tD\tdq: NMSE"]
+    runner = Fake(options(tmp_path), (-6, died), (1, rest))
+    found = gpucheck._resumed(runner, "random", 4, 1)
+    assert found["state"] == "FAILED"
+    assert found["text"] == "1 ok, 1 failed, 1 refused, 0 skipped, 1 aborted"
+    assert found["aborted"] == ["B: the process ended with -6: CUDA error: out of memory"]
+    assert found["failed"] == ["D: dq: NMSE"]
+    assert found["refusals"] == {"too small": 1}
+    assert [words[words.index("--first") + 1] for words in runner.words] == ["0", "2"]
+
+
+@pytest.mark.parametrize(("tests", "state"), [("3/3 tests passed", "ok"), ("2/3 tests passed", "FAILED")])
+def test_upstream_s_test_is_told_by_its_summary_and_exit_code(tmp_path: Path, tests: str, state: str) -> None:
+    (tmp_path / "libggml-base.so").touch()
+    args = options(tmp_path, libs=tmp_path)
+    assert gpucheck._backend_ops(Fake(args))["state"] == "not run"
+    (tmp_path / "test-backend-ops").touch()
+    lines = ["FLASH_ATTN_BACK(hsk=64): \x1b[1;31mFAIL\x1b[0m", f"  {tests}", "Backend CPU: FAIL"]
+    ends = [(0, ["fine"]) for _ in range(3)]
+    found = gpucheck._backend_ops(Fake(args, (1, lines) if state == "FAILED" else (0, lines[1:]), *ends))
+    assert found["state"] == state
+    assert found["text"] == f"test: {tests}; support: fine; grad: fine; perf: fine"
+    assert found["modes"]["test"]["failed"] == ["FLASH_ATTN_BACK(hsk=64): FAIL"] * (state == "FAILED")
+
+
+# ---- what runs in a process of its own ----
+
+
+def test_random_shapes_are_seeded_and_reach_every_corner_of_the_grammar() -> None:
+    def shapes(seed: int) -> list[Case]:
+        rng = random.Random(seed)
+        return [stress.random_case(rng) for _ in range(600)]
+
+    found = shapes(0)
+    assert found == shapes(0) != shapes(1)
+    for key, values in {
+        "layout": set(cases.LAYOUTS),
+        "sinks": {0, 1},
+        "o": {0, 1},
+        "prec": set(cases.PRECISIONS),
+    }.items():
+        assert {getattr(case, key) for case in found} == values
+    assert {case.mask.partition(":")[0] for case in found} == {mask.partition(":")[0] for mask in cases.MASKS}
+    assert {case.type_K for case in found} >= {"f16", "f32", "bf16", "q8_0", "q4_0"}
+    assert all(Case.parse(str(case)) == case for case in found)
+
+
+def wrong_once(monkeypatch: pytest.MonkeyPatch, run: int) -> None:
+    """One bit of one run's result is another."""
+    right, count = stress.Bits.run, 0
+
+    def wrong(bits: stress.Bits) -> NDArray[np.uint32]:
+        nonlocal count
+        count += 1
+        now = right(bits)
+        if count == run:
+            now[0] ^= 1
+        return now
+
+    monkeypatch.setattr(stress.Bits, "run", wrong)
+
+
+def test_a_repeat_with_other_bits_is_found(
+    library: ggml.Library, cpu: ggml.Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = stress.repeated(library, cpu, small(), 0, 1, 20)
+    assert (found.status, found.repeats, found.distinct) == ("ok", 20, 1)
+    wrong_once(monkeypatch, 13)
+    found = stress.repeated(library, cpu, small(), 0, 1, 20)
+    assert (found.status, found.reason, found.distinct) == ("failed", "2 different results in 20 runs", 2)
+
+
+def soak(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> tuple[int, dict[str, Any]]:
+    monkeypatch.setattr(stress, "SOAKED", (CASE, OTHER))
+    monkeypatch.setattr(stress, "SOAKED_RANDOM", 2)
+    monkeypatch.setattr(sys, "stdin", io.StringIO())
+    code = stress.soak(options(tmp_path, soak=0.5))
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "ready"
+    return code, json.loads(next(line for line in lines if line.startswith("soak\t"))[5:])
+
+
+def test_a_soak_gives_the_same_bits_and_takes_no_more_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, found = soak(tmp_path, monkeypatch, capsys)
+    assert (code, found["failures"], found["cases"]) == (0, [], 4)
+    assert found["runs"] >= 16
+    assert found["ballasts"]
+    assert found["grown"].keys() == {"host"}
+
+
+def test_a_soak_finds_other_bits_and_growing_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    held = iter(range(10**9, 10**12, 10**8))
+    monkeypatch.setattr(stress._Soak, "memory", lambda _: {"host": 1, "device": next(held), "others": 0})
+    wrong_once(monkeypatch, 17)
+    code, found = soak(tmp_path, monkeypatch, capsys)
+    assert code == 1
+    bits, memory = found["failures"]
+    assert bits.startswith("different bits in FLASH_ATTN_BACK")
+    assert memory == "device memory grew by 95 MiB"
+
+
+def test_a_soak_tells_what_ends_a_stream(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(_: ggml.Session) -> float:
+        raise errors.Lost("gone")
+
+    monkeypatch.setattr(ggml.Session, "compute", fail)
+    code, found = soak(tmp_path, monkeypatch, capsys)
+    assert code == 1
+    assert found["failures"] == [f"{errors.LOST}: gone"] * 2
+
+
+@contextlib.contextmanager
+def no_fill(*_: Any) -> Iterator[None]:
+    yield
+
+
+@pytest.mark.parametrize(
+    ("fails", "scale", "want"),
+    [
+        (False, 1, ("ok", "the same bits")),
+        (False, 1 + 1e-6, ("ok", "right, NMSE")),
+        (False, 2, ("failed", "wrong: dq")),
+        (True, 1, ("ok", "no memory, afterwards the same bits")),
+        (True, 2, ("failed", "no memory, afterwards wrong: dq")),
+    ],
+)
+def test_a_full_device_gives_a_right_result_or_words(
+    library: ggml.Library,
+    cpu: ggml.Device,
+    monkeypatch: pytest.MonkeyPatch,
+    fails: bool,
+    scale: float,
+    want: tuple[str, str],
+) -> None:
+    compute, result, computed, read = ggml.Session.compute, ggml.Session.result, 0, 0
+
+    def full(session: ggml.Session) -> float:
+        nonlocal computed
+        computed += 1
+        if fails and computed == 3:
+            raise errors.Environment("no memory")
+        return compute(session)
+
+    def scaled(session: ggml.Session) -> ggml.Result:
+        nonlocal read
+        read += 1
+        found = result(session)
+        if read == 1 or scale == 1:
+            return found
+        return dataclasses.replace(
+            found, digest="another", parts={name: part * np.float32(scale) for name, part in found.parts.items()}
+        )
+
+    monkeypatch.setattr(ggml.Session, "compute", full)
+    monkeypatch.setattr(ggml.Session, "result", scaled)
+    monkeypatch.setattr(stress, "fill", no_fill)
+    kind, words = stress.squeezed(library, cpu, small(sinks=1), 0, 0.5)
+    assert kind == want[0]
+    assert want[1] in words
+
+
+def test_ballast_leaves_the_room_that_was_asked_for(library: ggml.Library) -> None:
+    memory = {"free": 1000 * stress.MIB, "most": 300 * stress.MIB}
+    blocks: dict[int, int] = {}
+
+    class C:
+        def ggml_backend_alloc_buffer(self, _: Any, size: int) -> int:
+            if size > min(memory["most"], memory["free"]):
+                return 0
+            memory["free"] -= size
+            blocks[len(blocks) + 1] = size
+            return len(blocks)
+
+        def ggml_backend_buffer_free(self, block: int) -> None:
+            memory["free"] += blocks[block]
+
+    fake: Any = argparse.Namespace(c=C(), backend=None)
+    with stress.fill(fake, fake, 30 * stress.MIB, lambda: memory["free"]):
+        assert 30 * stress.MIB <= memory["free"] < 32 * stress.MIB
+    assert memory["free"] == 1000 * stress.MIB
+    del library
+
+
+# ---- a device that fails ----
+
+
+class Failing:
+    """ggml's functions; the graph ends with a status."""
+
+    def __init__(self, c: Any, status: int) -> None:
+        self._c, self._status = c, status
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._c, name)
+
+    def ggml_backend_graph_compute(self, *_: Any) -> int:
+        return self._status
+
+
+def test_a_graph_without_memory_is_no_lost_device(library: ggml.Library, cpu: ggml.Device) -> None:
+    with library.prepare(cpu, inputs.make(small(), 0)) as session:
+        session._c = Failing(library.c, library.c.GGML_STATUS_ALLOC_FAILED)
+        with pytest.raises(errors.Environment, match=r"CPU: .*memory.* for FLASH_ATTN_BACK") as caught:
+            session.compute()
+        assert not isinstance(caught.value, errors.Lost)
+        session._c = Failing(library.c, -1)
+        with pytest.raises(errors.Lost, match=f"{errors.LOST}: CPU: .* for FLASH_ATTN_BACK"):
+            session.compute()
+        session._c = library.c
+
+
+def test_a_device_lost_in_the_middle_leaves_a_partial_receipt_and_is_exit_3(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    compute, runs = ggml.Session.compute, 0
+
+    def second_fails(session: ggml.Session) -> float:
+        nonlocal runs
+        runs += 1
+        if runs > 1:
+            raise errors.Lost("CPU: it fell off the bus")
+        return compute(session)
+
+    monkeypatch.setattr(ggml.Session, "compute", second_fails)
+    listed = f"{CASE},{OTHER},{small(kv=22)}"
+    code = cli.main(["oracle", "-b", "CPU", "-o", listed, "--receipts", str(tmp_path), "--no-monitor"])
+    assert code == errors.Lost.exit_code
+    streams = capsys.readouterr()
+    assert "stopped after 1 of 3 cases" in streams.out
+    assert f"pyharness oracle: {errors.LOST}: CPU: it fell off the bus" in streams.err
+    (path,) = tmp_path.glob("*.json")
+    body = statement.read(path)["predicate"]["receipt"]
+    assert body["partial"] is True
+    assert [record["case"] for record in body["cases"]] == [CASE]
+    assert runs == 2
