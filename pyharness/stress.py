@@ -484,21 +484,23 @@ def squeezed(library: ggml.Library, device: ggml.Device, case: Case, seed: int, 
         session.compute()
         workspace = before - free()
         want = session.result()
-    with library.prepare(device, given) as session, fill(library, session, int(workspace * share), free):
-        left = free()
-        words = f"workspace {workspace / MIB:.0f} MiB, {left / MIB:.0f} MiB free: "
-        try:
+    with library.prepare(device, given) as session:
+        with fill(library, session, int(workspace * share), free):
+            left = free()
+            words = f"workspace {workspace / MIB:.0f} MiB, {left / MIB:.0f} MiB free: "
+            try:
+                session.compute()
+            except errors.Lost as error:
+                return "failed", words + str(error)
+            except errors.Environment as error:
+                words += f"{error}, afterwards "
+                failed = True
+            else:
+                words += f"{(left - free()) / MIB:.0f} MiB taken, "
+                failed = False
+        if failed:  # there is memory again, and the same graph
             session.compute()
-        except errors.Lost as error:
-            return "failed", words + str(error)
-        except errors.Environment as error:
-            words += f"{error}, "
-            session.poison()
-        else:
-            return _judged(given, session.result(), want, words + f"{(left - free()) / MIB:.0f} MiB taken, ")
-    with library.prepare(device, given) as session:  # once there is memory again
-        session.compute()
-        return _judged(given, session.result(), want, words + "afterwards ")
+        return _judged(given, session.result(), want, words)
 
 
 def _judged(given: inputs.Inputs, got: ggml.Result, want: ggml.Result, words: str) -> tuple[str, str]:
