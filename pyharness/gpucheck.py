@@ -12,6 +12,7 @@ steps
   public     the tests of hand-computed values, invariants and publicly reported failures on the device (pytest)
   soak       mixed shapes on two streams beside memory that comes and goes: the same bits, no growth
   memory     too little device memory for the workspace: right, or a graph that fails in words
+  large      publicly reported failures of sizes beyond 2^31 elements
   broken     an error of the device in the middle of a run: words and a partial receipt
   backend-ops  upstream's test-backend-ops in its four modes, where it was built
   perf       timings with ggml's unfused graph and PyTorch beside them
@@ -40,7 +41,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TextIO
 
-from . import digest, errors, ggml, statement, stress
+from . import digest, errors, ggml, statement, stress, train
 from .cases import OP
 from .digest import ROOT
 
@@ -59,6 +60,7 @@ BOXES = {
     "public": 300,
     "soak": 900,
     "memory": 300,
+    "large": 300,
     "broken": 60,
     "backend-ops": 600,
     "perf": 900,
@@ -69,6 +71,7 @@ BESIDE = ("oracle", "hopper", "mma", "rows", "target", "repeat", "random", "sani
 """Steps that neither time anything nor fill the device."""
 
 ON_DEVICE = ("tests/test_public_reports.py", "tests/test_hand.py", "tests/test_invariants.py")
+ON_DEVICE_TRAINING = "tests/test_public_training.py"
 
 PATH = "GGML_CUDA_FATTN_BACK_PATH"
 
@@ -108,6 +111,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--random", type=int, default=3000, metavar="N", help="shapes in random (default: 3000)")
     parser.add_argument(
         "--perf", action="append", default=[], metavar="ARG", help="hand ARG to perf, as in --perf=-p --perf=nb=4096"
+    )
+    parser.add_argument(
+        "--pytest",
+        action="append",
+        default=[],
+        metavar="ARG",
+        help="hand ARG to pytest, as in --pytest=--vocabulary=FILE",
     )
     parser.add_argument("--examples", type=int, default=100, metavar="N", help="of each property (default: 100)")
     parser.add_argument("--soak", type=float, default=480, metavar="S", help="seconds of soak, at least (default: 480)")
@@ -230,7 +240,7 @@ class _Runner:
             process = subprocess.Popen(
                 words,
                 cwd=ROOT,
-                env=os.environ | more,
+                env=os.environ | {"GGML_NO_BACKTRACE": "1"} | more,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
@@ -289,7 +299,8 @@ def _state(code: int | None, text: str, **more: Any) -> dict[str, Any]:
 def _last(lines: list[str]) -> str:
     """The line that says most: the error, else the last one."""
     said = [line for line in lines if line.strip() and not line.startswith("receipt ")]
-    return next((line for line in said if line.startswith("pyharness ")), said[-1] if said else "")
+    telling = [line for line in said if line.startswith("pyharness ") or "CUDA error: " in line]
+    return telling[0] if telling else said[-1] if said else ""
 
 
 def _info(runner: _Runner) -> dict[str, Any]:
@@ -415,18 +426,19 @@ def _broken(runner: _Runner) -> dict[str, Any]:
     )
 
 
-def _pytest(runner: _Runner, *words: str, env: dict[str, str] | None = None) -> dict[str, Any]:
+def _pytest(runner: _Runner, *words: str, env: dict[str, str] | None = None, jobs: int | None = None) -> dict[str, Any]:
     plugins = ["pytest_timeout", "_hypothesis_pytestplugin"]
     missing = [name for name in ("pytest", *plugins) if find_spec(name) is None]
     if missing:
         return _state(errors.Environment.exit_code, f"{', '.join(missing)} not installed")
     args = runner.args
     more = {"PYHARNESS_LIBS": str(ggml.find_libraries(args.libs, args.preset)), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    parallel = find_spec("xdist") is not None and args.jobs > 1
+    jobs = jobs or args.jobs
+    parallel = find_spec("xdist") is not None and jobs > 1
     common = [word for plugin in [*plugins, *["xdist.plugin"] * parallel] for word in ("-p", plugin)]
-    common += ["-n", str(args.jobs)] * parallel
+    common += ["-n", str(jobs)] * parallel
     common += ["-q", "-rf", "-W", "default", "--tb=short", "-p", "no:cacheprovider", "--device", args.backend]
-    code, lines = runner.command(sys.executable, "-m", "pytest", *common, *words, env=more | (env or {}))
+    code, lines = runner.command(sys.executable, "-m", "pytest", *common, *words, *args.pytest, env=more | (env or {}))
     failed = [line.removeprefix("FAILED ") for line in lines if line.startswith(("FAILED ", "ERROR "))]
     return _state(code if code in (0, None) else 1, _last(lines), failed=failed)
 
@@ -437,7 +449,15 @@ def _properties(runner: _Runner) -> dict[str, Any]:
 
 
 def _public(runner: _Runner) -> dict[str, Any]:
-    return _pytest(runner, *ON_DEVICE)
+    libs = ggml.find_libraries(runner.args.libs, runner.args.preset)
+    training = [ON_DEVICE_TRAINING] if (libs / train.PROGRAM).exists() else []
+    return _pytest(runner, "-m", "not large", *ON_DEVICE, *training)
+
+
+def _large(runner: _Runner) -> dict[str, Any]:
+    if not runner.args.backend.startswith("CUDA"):
+        return _state(errors.Environment.exit_code, "sizes for GPUs")
+    return _pytest(runner, "-m", "large", *ON_DEVICE, jobs=1)
 
 
 def _backend_ops(runner: _Runner) -> dict[str, Any]:
@@ -519,6 +539,7 @@ _STEPS: dict[str, Callable[[_Runner], dict[str, Any]]] = {
     "public": _public,
     "soak": _soak,
     "memory": _memory,
+    "large": _large,
     "broken": _broken,
     "backend-ops": _backend_ops,
     "perf": _perf,
