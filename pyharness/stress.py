@@ -485,6 +485,7 @@ def squeezed(library: ggml.Library, device: ggml.Device, case: Case, seed: int, 
         workspace = before - free()
         want = session.result()
     with library.prepare(device, given) as session:
+        library.c.ggml_backend_synchronize(session.backend)  # makes its stream, which takes memory too
         with fill(library, session, int(workspace * share), free):
             left = free()
             words = f"workspace {workspace / MIB:.0f} MiB, {left / MIB:.0f} MiB free: "
