@@ -106,9 +106,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, help="base seed (default: 0)")
     parser.add_argument("--threads", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument(
-        "--repeats", type=int, default=1000, metavar="N", help="repeats of each case in repeat (default: 1000)"
+        "--repeats",
+        type=int,
+        default=1000,
+        metavar="N",
+        help="repeats of each case in repeat, for each path (default: 1000)",
     )
-    parser.add_argument("--random", type=int, default=3000, metavar="N", help="shapes in random (default: 3000)")
+    parser.add_argument(
+        "--random", type=int, default=3000, metavar="N", help="shapes in random, for each path (default: 3000)"
+    )
     parser.add_argument(
         "--perf", action="append", default=[], metavar="ARG", help="hand ARG to perf, as in --perf=-p --perf=nb=4096"
     )
@@ -349,18 +355,38 @@ def _inner(
     return runner.pyharness("gpucheck", *common, "--threads", str(args.threads), *words, env=env)
 
 
+def _each_path(runner: _Runner, step: Callable[[_Runner, dict[str, str]], dict[str, Any]]) -> dict[str, Any]:
+    """A step with the path that CUDA chooses, then held to those that come after it; elsewhere just the step."""
+    if not runner.args.backend.startswith("CUDA"):
+        return step(runner, {})
+    paths = ("", "mma", "rows")
+    found = {
+        path or "chosen": step(runner.share(len(paths) - n), {PATH: path} if path else {})
+        for n, path in enumerate(paths)
+    }
+    worst = next(
+        x for state in ("LOST", "FAILED", "TIME", "ok", "not run") for x in found.values() if x["state"] == state
+    )
+    return worst | {"text": "; ".join(f"{path}: {x['text']}" for path, x in found.items()), "paths": found}
+
+
 def _repeat(runner: _Runner) -> dict[str, Any]:
-    code, lines = _inner(runner, "repeat", "--repeats", str(runner.args.repeats))
-    return _state(code, _last(lines))
+    def step(runner: _Runner, env: dict[str, str]) -> dict[str, Any]:
+        code, lines = _inner(runner, "repeat", "--repeats", str(runner.args.repeats), env=env)
+        return _state(code, _last(lines))
+
+    return _each_path(runner, step)
 
 
-def _resumed(runner: _Runner, step: str, total: int, jobs: int, *words: str) -> dict[str, Any]:
+def _resumed(
+    runner: _Runner, step: str, total: int, jobs: int, *words: str, env: dict[str, str] | None = None
+) -> dict[str, Any]:
     """A step whose inner processes, `jobs` at a time, print a line for each of `total` cases.
 
     An abort ends an inner process; the next one goes on after the case that aborted."""
     counts, refusals, failed, aborted = Counter[str](), Counter[str](), list[str](), list[str]()
     threads = str(max(1, (os.cpu_count() or 1) // jobs))
-    env = {"OMP_NUM_THREADS": threads, "OPENBLAS_NUM_THREADS": threads} if jobs > 1 else {}
+    env = (env or {}) | ({"OMP_NUM_THREADS": threads, "OPENBLAS_NUM_THREADS": threads} if jobs > 1 else {})
 
     def part(first: int) -> tuple[int | None, str]:
         while True:
@@ -400,7 +426,11 @@ def _resumed(runner: _Runner, step: str, total: int, jobs: int, *words: str) -> 
 
 
 def _random(runner: _Runner) -> dict[str, Any]:
-    return _resumed(runner, "random", runner.args.random, runner.args.jobs, "--random", str(runner.args.random))
+    def step(runner: _Runner, env: dict[str, str]) -> dict[str, Any]:
+        args = runner.args
+        return _resumed(runner, "random", args.random, args.jobs, "--random", str(args.random), env=env)
+
+    return _each_path(runner, step)
 
 
 def _memory(runner: _Runner) -> dict[str, Any]:

@@ -58,14 +58,14 @@ class Fake(gpucheck._Runner):
 
     def __init__(self, args: argparse.Namespace, *ends: tuple[int | None, list[str]]) -> None:
         super().__init__("step", args, io.StringIO(), 0)
-        self.ends, self.words = list(ends), list[tuple[str, ...]]()
+        self.ends, self.words, self.env = list(ends), list[tuple[str, ...]](), list[dict[str, str]]()
 
     def share(self, of: int) -> Fake:
         del of
         return self
 
     def command(self, *words: str, env: dict[str, str] | None = None) -> tuple[int | None, list[str]]:
-        del env
+        self.env.append(env or {})
         self.words.append(words)
         return self.ends.pop(0)
 
@@ -158,6 +158,14 @@ def test_an_abort_is_told_in_its_words_and_the_next_process_goes_on(tmp_path: Pa
     assert found["failed"] == ["D: dq: NMSE"]
     assert found["refusals"] == {"too small": 1}
     assert [words[words.index("--first") + 1] for words in runner.words] == ["0", "2"]
+
+
+def test_repeats_and_random_shapes_run_on_every_kernel_path_of_cuda(tmp_path: Path) -> None:
+    ends = [(0, ["5 of 5"]), (1, ["4 of 5"]), (0, ["3 of 3"])]
+    runner = Fake(options(tmp_path, backend="CUDA0"), *ends)
+    found = gpucheck._repeat(runner)
+    assert (found["state"], found["text"]) == ("FAILED", "chosen: 5 of 5; mma: 4 of 5; rows: 3 of 3")
+    assert [env.get(gpucheck.PATH) for env in runner.env] == [None, "mma", "rows"]
 
 
 @pytest.mark.parametrize(("tests", "state"), [("3/3 tests passed", "ok"), ("2/3 tests passed", "FAILED")])
