@@ -202,7 +202,10 @@ class _Check:
         if any(found["state"] == "LOST" for found in self._found.values()):
             found = _state(errors.Environment.exit_code, errors.LOST)
         else:
-            found = _STEPS[step](runner or self._runner(step, self._boxes[step]))
+            try:
+                found = _STEPS[step](runner or self._runner(step, self._boxes[step]))
+            except errors.Failure as error:
+                found = _state(error.exit_code, str(error))
         found["seconds"] = round(time.monotonic() - begin, 1)
         with self._lock:
             self._found[step] = found

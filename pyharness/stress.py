@@ -313,8 +313,8 @@ class _Soak:
                 for _ in work():
                     if not self.gate.passes():
                         return
-            except errors.Failure as error:
-                self.failures.append(str(error))
+            except Exception as error:
+                self.failures.append(str(error) or repr(error))
             finally:
                 self.gate.leave()
 
