@@ -1,7 +1,7 @@
 """Identities of the gradient that need no reference, over random shapes, layouts, types and masks.
 
 On the CPU some hold to the bit. On CUDA each holds to the operator's limit on every kernel path, and zeros are exact.
-PYHARNESS_EXAMPLES=N tries N examples of each, others with another --hypothesis-seed; the default is the same 50 always.
+PYHARNESS_EXAMPLES=N tries N examples of each, others with another --hypothesis-seed; the default is the same 100 always.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ CPU_LIMITS = {"nmse": 1e-10, "zero": 1e-13}
 F64 = NDArray[np.float64]
 
 each_shape = hypothesis.settings(
-    max_examples=int(EXAMPLES or 50),
+    max_examples=int(EXAMPLES or 100),
     derandomize=not EXAMPLES,
     database=None,
     deadline=None,
