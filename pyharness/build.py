@@ -18,6 +18,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 PYTHON = VENV / "bin/python"
+COMPILERS = (
+    ("CC", "cc", "gcc", "c11", "int a;"),
+    ("CXX", "c++", "g++", "c++17", "#include <charconv>\nint main() { if constexpr (true) { return 0; } }"),
+)
+"""Variable, default, Debian's package, the standard that ggml needs and a program that needs it too."""
 
 
 class SetupError(Exception):
@@ -44,8 +49,15 @@ def main(verb: str, args: list[str]) -> int:
 @contextlib.contextmanager
 def _lock() -> Iterator[None]:
     """Lets one set-up at a time into a checkout."""
-    (ROOT / "build").mkdir(exist_ok=True)
-    with (ROOT / "build/.setup.lock").open("w") as lock:
+    try:
+        (ROOT / "build").mkdir(exist_ok=True)
+        file = (ROOT / "build/.setup.lock").open("w")
+    except OSError as error:
+        raise SetupError(
+            f"cannot write below {ROOT / 'build'}: {error.strerror}; work in a copy of this checkout that you may write"
+            " to, or use libraries built elsewhere: python -m pyharness oracle --libs DIR --receipts DIR"
+        ) from error
+    with file as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -55,13 +67,20 @@ def _lock() -> Iterator[None]:
 
 
 def check_machine() -> None:
-    """Raise SetupError where Python or the compilers are missing."""
+    """Raise SetupError where Python or the compilers are missing or too old."""
     if sys.version_info < (3, 10):  # noqa: UP036 (runs on whatever python3 is)
         raise SetupError(f"Python 3.10 or newer is needed, this is {sys.version.split()[0]}; set PYTHON to a newer one")
-    for variable, default, package in (("CC", "cc", "gcc"), ("CXX", "c++", "g++")):
-        command = os.environ.get(variable, default).split()[0]
-        if not shutil.which(command):
-            raise SetupError(f"no compiler {command}; install one (Debian: apt install {package}) or set {variable}")
+    for variable, default, package, language, program in COMPILERS:
+        command = os.environ.get(variable, default).split()
+        if not shutil.which(command[0]):
+            raise SetupError(f"no compiler {command[0]}; install one (Debian: apt install {package}) or set {variable}")
+        options = [f"-std={language}", "-x", language.rstrip("0123456789"), "-fsyntax-only", "-"]
+        compiled = subprocess.run([*command, *options], input=program, text=True, capture_output=True)
+        if compiled.returncode != 0:
+            raise SetupError(
+                f"{' '.join(command)} does not compile {language}; install gcc 8, clang 7 or newer"
+                f" (Debian: apt install {package}) or set {variable} to one:\n{compiled.stderr.strip()}"
+            )
 
 
 def install(*extras: str) -> None:
@@ -100,7 +119,7 @@ def environment() -> dict[str, str]:
 
 def test(args: list[str]) -> int:
     """The linters, then pytest; with arguments only pytest with them. Runs all of them, returns 1 if any failed."""
-    folders = [ROOT / name for name in ("ggml", "tests", "train")]
+    folders = [ROOT / name for name in ("fuzz", "ggml", "tests", "train")]
     suffixes = (".c", ".cpp", ".cu", ".cuh", ".h")
     sources = [str(path) for folder in folders for path in sorted(folder.rglob("*")) if path.suffix in suffixes]
     checks = {

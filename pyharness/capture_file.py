@@ -7,6 +7,7 @@ that the operator can run, or says which tensor or key is wrong, what was expect
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import math
@@ -133,10 +134,20 @@ def read(file: Path) -> Capture:
     return capture
 
 
+class _Reader(gguf.GGUFReader):
+    """Stops where the file does: gguf's own takes what is left there for what it counts, and goes on counting."""
+
+    def _get(self, offset: int, dtype: npt.DTypeLike, count: int = 1, override_order: Any = None) -> Array:
+        found: Array = super()._get(offset, dtype, count, override_order)
+        if len(found) < count:
+            raise ValueError(f"it ends before byte {offset + found.itemsize * int(count)}")
+        return found
+
+
 def _read_gguf(file: Path, size: int) -> tuple[dict[str, _Stored], dict[str, Any]]:
     try:
         with np.errstate(all="ignore"):
-            reader = gguf.GGUFReader(file)
+            reader = _Reader(file)
         metadata = {name: field.contents() for name, field in reader.fields.items()}
         infos = [
             (t, t.tensor_type.name.lower().replace("_k", "_K"), t.data_offset, int(t.n_bytes)) for t in reader.tensors
@@ -380,8 +391,16 @@ def _expect(name: str, ok: Array, values: Array) -> None:
 def write(file: Path, capture: Capture) -> None:
     """Writes a GGUF capture, and only one that `read` takes.
 
-    Raises errors.Usage as `read` does, and leaves nothing behind then.
+    Raises errors.Usage as `read` does and errors.Environment where it cannot write, and leaves nothing behind then.
     """
+    try:
+        _write(file, capture)
+    except OSError as error:
+        hint = "make room, or name a folder that you can write to"
+        raise errors.Environment(f"cannot write {file}: {error.strerror}", hint) from error
+
+
+def _write(file: Path, capture: Capture) -> None:
     inputs, case = capture.inputs, capture.inputs.case
     types = {"k": inputs.type_K, "v": inputs.type_V}
     arrays = {name: getattr(inputs, name) for name in AXES if name not in GRADIENTS} | dict(capture.gradients)
@@ -394,30 +413,29 @@ def write(file: Path, capture: Capture) -> None:
         "grads": case.grads,
         "prec": case.prec,
     }
-    handle, name = tempfile.mkstemp(suffix=".gguf", dir=file.parent)
+    handle, name = tempfile.mkstemp(prefix=".", suffix=".tmp", dir=file.parent)
     os.close(handle)
     temporary = Path(name)
     try:
-        writer = gguf.GGUFWriter(temporary, "flash_attn_back")
-        writer.add_uint32(PREFIX + "version", VERSION)
-        add: dict[type, Callable[[str, Any], None]] = {
-            float: writer.add_float32,
-            int: writer.add_uint64,
-            str: writer.add_string,
-        }
-        for key, value in values.items():
-            if value != KEYS[key][1]:
-                add[KEYS[key][0]](PREFIX + key, value)
-        for key in (key for key in NOTES if key in capture.notes):
-            writer.add_string(PREFIX + key, capture.notes[key])
-        for tensor, array in arrays.items():
-            if array is not None:
-                kind = cases.TYPES[types[tensor]] if tensor in types else None
-                writer.add_tensor(tensor, np.ascontiguousarray(array), raw_dtype=kind)
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
+        with contextlib.closing(gguf.GGUFWriter(temporary, "flash_attn_back")) as writer:
+            writer.add_uint32(PREFIX + "version", VERSION)
+            add: dict[type, Callable[[str, Any], None]] = {
+                float: writer.add_float32,
+                int: writer.add_uint64,
+                str: writer.add_string,
+            }
+            for key, value in values.items():
+                if value != KEYS[key][1]:
+                    add[KEYS[key][0]](PREFIX + key, value)
+            for key in (key for key in NOTES if key in capture.notes):
+                writer.add_string(PREFIX + key, capture.notes[key])
+            for tensor, array in arrays.items():
+                if array is not None:
+                    kind = cases.TYPES[types[tensor]] if tensor in types else None
+                    writer.add_tensor(tensor, np.ascontiguousarray(array), raw_dtype=kind)
+            writer.write_header_to_file()
+            writer.write_kv_data_to_file()
+            writer.write_tensors_to_file()
         read(temporary)
         temporary.chmod(0o644)
         temporary.replace(file)

@@ -197,7 +197,7 @@ def _index(args: argparse.Namespace) -> int:
     if not args.check:
         for path, text in changed.items():
             path.parent.mkdir(exist_ok=True)
-            path.write_text(text, encoding="utf-8")
+            statement.replace(path, text.encode())
             print(path.relative_to(ROOT))
         return 0
     problems = [f"{path.relative_to(ROOT)} is not current: python -m pyharness receipt index" for path in changed]

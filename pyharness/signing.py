@@ -12,7 +12,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from . import errors
+from . import errors, statement
 
 PAYLOAD_TYPE = "application/vnd.in-toto+json"
 
@@ -44,7 +44,7 @@ def sign(receipt: Path, key: Path) -> Path:
     envelope = dsse.Envelope(receipt.read_bytes(), PAYLOAD_TYPE, {})
     envelope.sign(crypto)
     path = envelope_path(receipt)
-    path.write_text(json.dumps(envelope.to_dict(), indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    statement.replace(path, json.dumps(envelope.to_dict(), indent=1, sort_keys=True).encode() + b"\n")
     return path
 
 
@@ -60,8 +60,8 @@ def check(receipt: Path, key: Path) -> str:
         envelope = dsse.Envelope.from_dict(json.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError as e:
         raise errors.Invalid(f"no signature: {path.name} is not there") from e
-    except (ValueError, KeyError, TypeError) as e:
-        raise errors.Invalid(f"{path.name} is not a DSSE envelope: {e}") from e
+    except Exception as e:  # the library's own kinds, and what it runs into where a value has another type
+        raise errors.Invalid(f"{path.name} is not a DSSE envelope: {e!r}; sign the receipt again") from e
     if envelope.payload != receipt.read_bytes() or envelope.payload_type != PAYLOAD_TYPE:
         raise errors.Invalid(f"{path.name} signs other bytes than {receipt.name}")
     try:

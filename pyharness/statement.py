@@ -11,6 +11,7 @@ import datetime
 import functools
 import hashlib
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -406,6 +407,25 @@ def save(directory: Path, document: Document) -> Path:
     return path
 
 
+def replace(path: Path, data: bytes) -> None:
+    """Write a file: whole or not at all; what lay there before is replaced. errors.Environment where it cannot be."""
+    try:
+        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".", suffix=".tmp", delete=False) as file:
+            try:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+                os.chmod(file.name, 0o644)
+                os.replace(file.name, path)
+            except BaseException:
+                os.unlink(file.name)
+                raise
+    except OSError as e:
+        raise errors.Environment(
+            f"cannot write {path}: {e.strerror}", hint="make room or permit it, and run again"
+        ) from e
+
+
 # ---- reading ----
 
 
@@ -425,6 +445,20 @@ def _no_constant(name: str) -> Any:
     raise ValueError(f"{name} is not JSON")
 
 
+def _exact(text: str) -> int:
+    value = int(text)
+    if abs(value) >= 2**53:
+        raise ValueError(f"the integer {text[:40]} is not exact in a float64, as RFC 8785 wants it")
+    return value
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text[:40]} is no finite number")
+    return value
+
+
 def _no_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
@@ -435,10 +469,17 @@ def _no_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def parse(path: Path) -> Document:
     """The JSON document in a file; errors.Invalid says why there is none."""
     try:
-        document = json.loads(path.read_bytes(), parse_constant=_no_constant, object_pairs_hook=_no_twins)
+        document = json.loads(
+            path.read_bytes(),
+            parse_constant=_no_constant,
+            parse_int=_exact,
+            parse_float=_finite,
+            object_pairs_hook=_no_twins,
+        )
+        json.dumps(document, ensure_ascii=False).encode()  # halves of surrogate pairs are not text
     except OSError as e:
         raise errors.Usage(f"{path}: {e.strerror}") from e
-    except ValueError as e:
+    except (ValueError, RecursionError) as e:
         raise errors.Invalid(f"{path.name} is not a JSON document: {e}") from e
     if not isinstance(document, dict):
         raise errors.Invalid(f"{path.name} holds no JSON object")

@@ -15,6 +15,7 @@ import contextlib
 import difflib
 import fcntl
 import functools
+import gzip
 import hashlib
 import os
 import re
@@ -23,9 +24,11 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path, PurePosixPath
+from typing import Any, TypeVar
 
 import tree_sitter
 import tree_sitter_c
@@ -44,6 +47,9 @@ MANIFEST = "src/ggml-flash-attn-back.sha256"
 """What a patch did to a tree: the hooked files as comments, then the operator's files as sha256sum lists them."""
 
 _MARK = "ggml-flash-attn-back"
+_STAGED = f".{_MARK}-"
+
+T = TypeVar("T")
 
 
 class TreeError(errors.Environment):
@@ -70,16 +76,60 @@ class Base:
         return f"{self.name}-{self.version}"
 
 
-def bases() -> dict[str, Base]:
+def bases(root: Path = ROOT) -> dict[str, Base]:
     """The pinned trees of ggml/upstream.toml by name, the default one first."""
-    pins = tomllib.loads((ROOT / "ggml/upstream.toml").read_text())
-    default = pins.pop("default")
-    return {name: Base(name=name, **pins[name]) for name in sorted(pins, key=lambda name: name != default)}
+    file = root / "ggml/upstream.toml"
+    pins = _toml(file)
+    default = pins.pop("default", None)
+    if default not in pins:
+        raise TreeError(
+            f"{file}: default is {default!r}, expected one of {', '.join(pins) or 'the pins, and there are none'}"
+        )
+    known = {name: _entry(Base, {"name": name} | _table(pins[name]), f"{file}: {name}") for name in pins}
+    for pin in known.values():
+        if not re.fullmatch("[0-9a-f]{64}", pin.sha256):
+            raise TreeError(f"{file}: {pin.name}: sha256 must be 64 hexadecimal digits")
+        if not all(
+            re.fullmatch(r"[A-Za-z0-9][\w.+-]*", part) for part in (pin.name, pin.version, *pin.subdir.split("/"))
+        ):
+            raise TreeError(f"{file}: {pin.name}: name, version and subdir must be plain names")
+    return dict(sorted(known.items(), key=lambda item: item[0] != default))
 
 
-def base(name: str | None = None) -> Base:
+def _toml(file: Path) -> dict[str, Any]:
+    with _os_errors(f"cannot read {file}"):
+        data = file.read_bytes()
+    try:
+        found: dict[str, Any] = tomllib.loads(data.decode())
+    except (ValueError, RecursionError) as error:
+        raise TreeError(f"{file} is not TOML: {error}; restore it, as with git checkout") from error
+    return found
+
+
+def _table(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {"": value}
+
+
+def _entry(kind: Callable[..., T], values: dict[str, Any], where: str) -> T:
+    """A Base or an Edit of a TOML table, of whose fields every one has the type of the dataclass."""
+    known = {field.name: str(field.type) for field in fields(kind)}  # type: ignore[arg-type]
+    names = {"str": str, "bool": bool, "list[str]": list}
+    for name, value in values.items():
+        if name not in known:
+            raise TreeError(f"{where}: unknown key {name!r}; keys: {', '.join(known)}")
+        if type(value) is not names[known[name]] or (
+            isinstance(value, list) and not all(type(v) is str for v in value)
+        ):
+            raise TreeError(f"{where}: {name} is {value!r}, expected {known[name]}")
+    try:
+        return kind(**values)
+    except TypeError as error:
+        raise TreeError(f"{where}: {str(error).partition(' ')[2]}") from error
+
+
+def base(name: str | None = None, root: Path = ROOT) -> Base:
     """The pinned tree of that name, None for the default."""
-    known = bases()
+    known = bases(root)
     if name is None:
         return next(iter(known.values()))
     if name not in known:
@@ -92,6 +142,8 @@ def ensure(name: str | None = None, root: Path = ROOT) -> Path:
     pin = base(name)
     with lock(root):
         tree = root / "build/upstream" / pin.folder
+        for killed in tree.parent.glob(f"{_UNPACKING}*"):
+            shutil.rmtree(killed, ignore_errors=True)
         if not tree.exists():
             unpack(fetch(pin, root), pin.subdir, tree)
         patch(tree)
@@ -160,19 +212,27 @@ def fetch(pin: Base, root: Path = ROOT) -> Path:
     return archive
 
 
+_UNPACKING = ".unpacking-"
+"""Start of the names of folders that are not whole yet; a killed run leaves one behind."""
+
+
 def unpack(archive: Path, subdir: str, tree: Path) -> None:
     """Unpacks `subdir` of the archive's only top folder as the new folder `tree`, whole or not at all."""
     with _os_errors(f"cannot write {tree}"):
         tree.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=tree.parent) as folder:
+        with tempfile.TemporaryDirectory(dir=tree.parent, prefix=_UNPACKING) as folder:
             try:
-                with tarfile.open(archive) as tar:
+                with tarfile.open(archive, "r:gz") as tar:
                     tar.extraction_filter = tarfile.data_filter
                     inside = [m for m in tar if PurePosixPath(*PurePosixPath(m.name).parts[1:]).is_relative_to(subdir)]
+                    for member in inside:
+                        if not (member.isreg() or member.isdir()):
+                            raise tarfile.ExtractError(f"{member.name} is a link or a device")
                     tar.extractall(folder, inside)
-            except (tarfile.TarError, EOFError, AttributeError) as error:
+            # the reader has its own ways to fail on bytes that are not what they say
+            except (tarfile.TarError, zlib.error, gzip.BadGzipFile, EOFError, AttributeError, ValueError) as error:
                 raise TreeError(f"cannot unpack {archive}: {error}; delete it to have it fetched again") from error
-            found = list(Path(folder).glob(f"*/{subdir}"))
+            found = [path for path in Path(folder).glob(f"*/{subdir}") if path.is_dir()]
             if len(found) != 1:
                 raise TreeError(f"{archive} has no folder {subdir}; delete it to have it fetched again")
             os.replace(found[0], tree)
@@ -194,9 +254,31 @@ class Edit:
     optional: bool = False
 
 
-def edits() -> list[Edit]:
+ACTIONS = ("before", "after", "inside", "disable")
+
+
+def edits(root: Path = ROOT) -> list[Edit]:
     """The hooks of ggml/edits.toml in their order."""
-    return [Edit(**edit) for edit in tomllib.loads((ROOT / "ggml/edits.toml").read_text())["edit"]]
+    file = root / "ggml/edits.toml"
+    data = _toml(file)
+    entries = data.get("edit")
+    if set(data) != {"edit"} or not isinstance(entries, list):
+        raise TreeError(f"{file} must hold [[edit]] tables and nothing else")
+    found = [_entry(Edit, _table(entry), f"{file}: edit {number}") for number, entry in enumerate(entries, 1)]
+    for edit in found:
+        languages = {other.language for other in found if other.file == edit.file}
+        for ok, rule in (
+            (edit.language in _LANGUAGES, f"language must be one of {', '.join(_LANGUAGES)}"),
+            (len(languages) == 1, f"all edits of {edit.file} must be in one language"),
+            (edit.action in ACTIONS, f"action must be one of {', '.join(ACTIONS)}"),
+            (edit.anchor and all(step.partition(" ")[0] in KINDS for step in edit.anchor),
+             f"anchor needs steps that start with one of {', '.join(KINDS)}"),
+            (not re.search(_MARK + " [{}]", edit.text), "text must not hold the marks of a block"),
+            ("\r" not in edit.text, "text must have plain line ends"),
+        ):  # fmt: skip
+            if not ok:
+                raise TreeError(f"{file}: edit {edit.name!r}: {rule}")
+    return found
 
 
 def _normal(node: tree_sitter.Node | None) -> str:
@@ -253,6 +335,8 @@ def _language(name: str) -> tree_sitter.Language:
 def _query(language: str, kind: str) -> tree_sitter.Query:
     known = _language(language)
     types = [t for t in KINDS[kind][0] if known.id_for_node_kind(t, True) is not None]
+    if not types:
+        raise TreeError(f"no anchor {kind!r} in {language}; adapt ggml/edits.toml")
     query: tree_sitter.Query = tree_sitter.Query(known, "[" + " ".join(f"({t})" for t in types) + "] @node")
     return query
 
@@ -290,7 +374,12 @@ def insert(data: bytes, wanted: list[Edit]) -> bytes:
             lines[last][node.end_point.column :] if node.end_point.column else b"",
         )
         if edit.action == "inside":
-            brace = next(c for c in node.child_by_field_name("body").children if c.type == "{")  # type: ignore[union-attr]
+            body = node.child_by_field_name("body")
+            brace = next((c for c in body.children if c.type == "{"), None) if body else None
+            if brace is None:
+                raise TreeError(
+                    f"edit {edit.name!r}: anchor {edit.anchor[-1]!r} in {edit.file} has no {{ }} to insert in"
+                )
             first = last = brace.start_point.row
             before, after = b"", lines[first][brace.end_point.column :]
         if not (re.fullmatch(rb"\s*(\w+\s+)*", before) and re.fullmatch(rb"\s*;?\s*(//.*|/\*.*\*/|#.*)?\s*", after)):
@@ -345,25 +434,47 @@ class Change:
     new: bytes | None
 
 
-def patch(tree: Path) -> list[Change]:
-    """Puts the current operator into a ggml or llama.cpp tree, whatever state the tree is in; returns what changed."""
-    return _apply(_plan(tree))
+def patch(tree: Path, root: Path = ROOT) -> list[Change]:
+    """Puts the operator of `root` into a ggml or llama.cpp tree, whatever state the tree is in; returns what changed.
+
+    A run that was killed is finished by the next one, or undone by `reverse`."""
+    with _alone(tree):
+        return _apply(_plan(tree, root))
 
 
-def reverse(tree: Path) -> list[Change]:
+def reverse(tree: Path, root: Path = ROOT) -> list[Change]:
     """Takes the operator out of a tree again, so that upstream's bytes are restored; returns what changed."""
-    return _apply(_plan(tree, remove=True))
+    with _alone(tree):
+        return _apply(_plan(tree, root, remove=True))
 
 
-def check(tree: Path) -> bool:
-    """Whether a tree holds the operator as it is now in this repository."""
-    return not _plan(tree)
+@contextlib.contextmanager
+def _alone(tree: Path) -> Iterator[None]:
+    """Lets one process at a time into a tree, and takes away what one that was killed left behind."""
+    with _os_errors(f"cannot read {tree}"):
+        folder = os.open(tree, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        for part in {ggml_root(tree) / "include", ggml_root(tree) / "src", tree / "src", tree / "tests"}:
+            for killed in list(part.rglob(f"{_STAGED}*")) if not part.is_symlink() else ():
+                with _os_errors(f"cannot write below {tree}"):
+                    killed.unlink()
+                with contextlib.suppress(OSError):  # the folder holds other files
+                    killed.parent.rmdir()
+        yield
+    finally:
+        os.close(folder)
 
 
-def diff(tree: Path) -> str:
+def check(tree: Path, root: Path = ROOT) -> bool:
+    """Whether a tree holds the operator of `root` as it is now."""
+    return not _plan(tree, root)
+
+
+def diff(tree: Path, root: Path = ROOT) -> str:
     """What `patch` would change, as a unified diff."""
     text = ""
-    for change in _plan(tree):
+    for change in _plan(tree, root):
         name = change.path.relative_to(tree.resolve()).as_posix()
         old, new = (_lines(b or b"") for b in (change.old, change.new))
         old_name, new_name = (
@@ -388,14 +499,16 @@ def ggml_root(tree: Path) -> Path:
 def place(tree: Path, file: str) -> Path:
     """Where a file of the patch lies in a tree; refuses paths that lead out of the tree."""
     relative = PurePosixPath(file)
-    if relative.is_absolute() or ".." in relative.parts:
+    if relative.is_absolute() or not relative.parts or ".." in relative.parts:
         raise TreeError(f"{file} leads out of the tree")
     of_llama = relative.parts[0] == "tests" or file.startswith("src/llama")
     path = (tree if of_llama else ggml_root(tree)) / relative
     for part in [path, *path.parents]:
         if part == tree:
             break
-        if part.is_symlink():
+        with _os_errors(f"cannot look at {part}"):
+            link = part.is_symlink()
+        if link:
             raise TreeError(
                 f"{part} is a symbolic link, which is not written through; patch the tree that it points to"
             )
@@ -407,17 +520,14 @@ def _read(path: Path) -> bytes | None:
         return path.read_bytes() if path.exists() else None
 
 
-def _plan(tree: Path, remove: bool = False) -> list[Change]:
+def _plan(tree: Path, root: Path, remove: bool = False) -> list[Change]:
     tree = tree.resolve()
-    manifest = place(tree, MANIFEST)
-    old_manifest = (_read(manifest) or b"").decode().splitlines()
-    hooked = [line[2:] for line in old_manifest if line.startswith("# ")]
-    copied = {line[66:]: line[:64] for line in old_manifest if not line.startswith("#")}
+    hooked, copied = _patched(tree)
     content: dict[str, bytes | None] = dict.fromkeys([*copied, MANIFEST])
 
     wanted: dict[str, list[Edit]] = {file: [] for file in hooked}
     if not remove:
-        for edit in edits():
+        for edit in edits(root):
             wanted.setdefault(edit.file, []).append(edit)
     for file in list(wanted):
         data = _read(place(tree, file))
@@ -429,8 +539,8 @@ def _plan(tree: Path, remove: bool = False) -> list[Change]:
         else:
             raise TreeError(f"edit {wanted[file][0].name!r}: the tree has no {file}")
     if not remove:
-        content |= {path: (ROOT / "ggml" / path).read_bytes() for path in digest.sources()}
-        hashes = {path: hashlib.sha256(content[path] or b"").hexdigest() for path in digest.sources()}
+        content |= {path: (root / "ggml" / path).read_bytes() for path in digest.sources(root)}
+        hashes = {path: hashlib.sha256(content[path] or b"").hexdigest() for path in digest.sources(root)}
         content[MANIFEST] = ("".join(f"# {file}\n" for file in wanted) + digest.manifest(hashes)).encode()
 
     changes = []
@@ -443,48 +553,68 @@ def _plan(tree: Path, remove: bool = False) -> list[Change]:
             old is not None
             and file != MANIFEST
             and file not in wanted
-            and hashlib.sha256(old).hexdigest() != copied.get(file)
+            and hashlib.sha256(old).hexdigest() not in copied.get(file, ())
         ):
             raise TreeError(f"{path} is not as the patch left it; move your changes elsewhere and delete it")
         changes.append(Change(path, old, new))
     return changes
 
 
-def _apply(changes: list[Change]) -> list[Change]:
-    """Writes all of the changes or none: new bytes are staged beside their places, a failure puts the old ones back."""
-    staged: dict[Path, Path] = {}
-    made: list[Path] = []
-    done: list[Change] = []
+def _patched(tree: Path) -> tuple[list[str], dict[str, list[str]]]:
+    """What a tree's manifest lists: hooked files, and the sha256 that each of the operator's files may have there."""
+    path = place(tree, MANIFEST)
+    hooked: list[str] = []
+    copied: dict[str, list[str]] = {}
+    for line in (_read(path) or b"").decode(errors="replace").splitlines():
+        entry = re.fullmatch("# (.+)|([0-9a-f]{64})  (.+)", line)
+        if not entry:
+            raise TreeError(f"{path} is damaged at {line[:80]!r}; restore the tree from its origin")
+        if entry[1]:
+            hooked.append(entry[1])
+        else:
+            copied.setdefault(entry[3], []).append(entry[2])
+    return hooked, copied
 
-    def stage(path: Path, data: bytes) -> None:
+
+def _apply(changes: list[Change]) -> list[Change]:
+    """Makes all of the changes or none: new bytes are staged beside their places, a failure puts the old ones back.
+
+    The manifest lists what is and what is to be until the other changes are made, so that a killed run can be told
+    from edits of the user."""
+    manifest = [change for change in changes if change.path.parts[-2:] == PurePosixPath(MANIFEST).parts]
+    steps = [change for change in changes if change not in manifest]
+    for change in manifest:
+        both = (change.old or b"") + (change.new or b"")
+        steps = [Change(change.path, change.old, both), *steps, Change(change.path, both, change.new)]
+    staged: dict[int, Path] = {}
+    made: list[Path] = []
+
+    def stage(path: Path, data: bytes) -> Path:
         made.extend(p for p in reversed(path.parents) if not p.exists())
         path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{_MARK}-")
-        staged[path] = Path(name)
+        descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=_STAGED)
+        staged[len(staged)] = Path(name)
         with open(descriptor, "wb") as file:
             file.write(data)
-        staged[path].chmod(path.stat().st_mode & 0o7777 if path.exists() else 0o644)
+        Path(name).chmod(path.stat().st_mode & 0o7777 if path.exists() else 0o644)
+        return Path(name)
 
     with _os_errors("the tree was left as it was"):
+        done: list[Change] = []
         try:
-            for change in changes:
-                if change.new is not None:
-                    stage(change.path, change.new)
-            for change in changes:
-                done.append(change)
-                if change.new is None:
-                    change.path.unlink()
+            ready = [(step, None if step.new is None else stage(step.path, step.new)) for step in steps]
+            for step, new in ready:
+                done.append(step)
+                if new is None:
+                    step.path.unlink()
                 else:
-                    os.replace(staged[change.path], change.path)
-                    del staged[change.path]
+                    os.replace(new, step.path)
         except BaseException:
-            for change in reversed(done):
-                if change.old is None:
-                    change.path.unlink(missing_ok=True)
-                elif _read(change.path) != change.old:
-                    stage(change.path, change.old)
-                    os.replace(staged[change.path], change.path)
-                    del staged[change.path]
+            for step in reversed(done):
+                if step.old is None:
+                    step.path.unlink(missing_ok=True)
+                elif _read(step.path) != step.old:
+                    os.replace(stage(step.path, step.old), step.path)
             for temporary in staged.values():
                 temporary.unlink(missing_ok=True)
             for folder in reversed(made):
@@ -504,8 +634,7 @@ def copy(source: Path, tree: Path, root: Path = ROOT) -> Path:
     wanted = [file for part in parts for file in part.rglob("*")]
     wanted += [file for folder in {ggml, source} for pattern in ("*.txt", "*.in") for file in folder.glob(pattern)]
     wanted += (source / "tests").glob("test-backend-ops.cpp")
-    manifest = (_read(ggml / MANIFEST) or b"").decode().splitlines()
-    wanted += [place(source, line[66:]) for line in manifest if not line.startswith("#")]
+    wanted += [place(source, file) for file in _patched(source)[1]]
     with lock(root), _os_errors(f"cannot copy {source} to {tree}"):
         tree.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=tree.parent) as folder:

@@ -84,9 +84,8 @@ def _identity(document: Document) -> Iterator[Finding]:
     for name in sorted(seals.keys() | body["seals"].keys()):
         if seals.get(name) != body["seals"].get(name):
             kind, _, index = name.partition("/")
-            records = (
-                body["cases"] if kind == "cases" else body["perf"]["measurements"] if kind == "perf" and index else []
-            )
+            timed = (body["perf"] or {"measurements": []})["measurements"]
+            records = body["cases"] if kind == "cases" else timed if kind == "perf" and index else []
             here = int(index) < len(records) if index.isdigit() else False
             edited.append(f"{name} ({statement.name_of(records[int(index)])})" if here else name)
     where = ", ".join(edited) or "the statement around the receipt"
