@@ -1,7 +1,7 @@
 """Identities of the gradient that need no reference, over random shapes, layouts, types and masks.
 
 On the CPU some hold to the bit. On CUDA each holds to the operator's limit on every kernel path, and zeros are exact.
-PYHARNESS_EXAMPLES=N tries N examples of each, others with another --hypothesis-seed; the default is the same 100 always.
+PYHARNESS_EXAMPLES=N tries N examples of each, others with another --hypothesis-seed; by default the same 100 always.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pyharness.inputs import Inputs
 EXAMPLES = os.environ.get("PYHARNESS_EXAMPLES")
 THREADS = 1  # of the CPU: the cases are small
 GRADIENTS = ("dq", "dk", "dv")
-CPU_LIMITS = {"nmse": 1e-10, "zero": 1e-13}
+CPU_LIMITS = {"nmse": 1e-10, "zero": 1e-12}
 
 F64 = NDArray[np.float64]
 
@@ -68,7 +68,8 @@ def shapes(draw: st.DrawFn, /, op: Operator, **held: Any) -> Case:
         "mask": one(*(mask for mask in cases.MASKS if mask != "lowest")).replace("W", "7").replace("L", "11"),
         "softcap": one(0.0, 0.0, 15.0),
         "sinks": one(0, 1),
-        "o": one(0, 0, 1),
+        # with one visible key the gradient is the rounding of o
+        "o": one(0, 0, 1) if min(keys, queries) >= 8 else 0,
         "prec": one("default", "default", "f32"),
         "data": one("normal", "normal", "uniform", "kmean", "tiny", "huge"),
         "layout": layout,
@@ -101,23 +102,22 @@ def limits(op: Operator) -> dict[str, float]:
 
 
 def agrees(op: Operator, given: Inputs, want: dict[str, Any], exact: bool = False) -> ggml.Result:
-    """The result for some inputs, whose parts must be those that are wanted: to the bit on the CPU where exact."""
+    """The result for some inputs, whose parts must be those that are wanted: to the bit on the CPU where exact.
+
+    A head's error is held against its size and, where few rows cancel, against what they are sums of."""
     got = op.result(given, THREADS)
     if exact and op.on_cpu:
         for part, array in want.items():
             np.testing.assert_array_equal(got.parts[part], array, err_msg=part)
     whole = {part: np.asarray(array, np.float64) for part, array in ({"lse": got.parts["lse"]} | want).items()}
-    sizes = oracle._Operands(given)
-    for part in whole.keys() - set(GRADIENTS):  # one number a row: what it is a sum of is its scale
+    for part, found in oracle.compare(given, got, whole, limits(op)).items():
+        assert not found.why, found
+        inner = tuple(range(2, whole[part].ndim)) or (0,)
         hidden = np.isneginf(whole[part])
-        np.testing.assert_array_equal(np.isneginf(got.parts[part]), hidden, err_msg=part)
-        values, wanted = (np.where(hidden, 0, array) for array in (got.parts[part].astype(np.float64), whole[part]))
-        rows = (2,) if wanted.ndim > 1 else (0,)
-        bound = limits(op)["nmse"] * (np.square(wanted).sum(axis=rows) + sizes.of(part))
-        assert (np.square(values - wanted).sum(axis=rows) <= bound).all(), part
-    found = oracle.compare(given, got, whole, limits(op))
-    for part in GRADIENTS:
-        assert part not in found or found[part].passed, found[part]
+        error = np.square(np.where(hidden, 0, got.parts[part] - np.where(hidden, 0, whole[part]))).sum(axis=inner)
+        size = np.square(np.where(hidden, 0, whole[part])).sum(axis=inner)
+        bound = limits(op)["nmse"] * size + limits(op)["zero"] * oracle._Operands(given).of(part)
+        assert (error <= bound).all(), found
     return got
 
 
