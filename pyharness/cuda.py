@@ -14,6 +14,10 @@ from typing import Any
 
 from . import errors
 
+KERNEL_PATH = "GGML_CUDA_FATTN_BACK_PATH"
+"""The environment variable that holds the CUDA backend to one kernel path."""
+PATHS = ("hopper", "mma", "rows")
+
 _L2_CACHE_SIZE = 38  # CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE
 _driver: ctypes.CDLL | None = None
 

@@ -1,11 +1,14 @@
-"""What else computes the same gradient, on the same tensors: ggml's unfused graph, PyTorch's fused attention.
+"""What else computes the same gradient, on the same tensors: the operator's other kernel paths, ggml's unfused graph,
+PyTorch's fused attention.
 
 Keys that no query sees may hold NaN in the inputs; peers that multiply them by zero get them as zeros.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
@@ -21,7 +24,7 @@ from .inputs import Inputs
 if TYPE_CHECKING:
     from .ggml import Device, Library
 
-NAMES = ("unfused", "torch")
+NAMES = (*cuda.PATHS, "unfused", "torch")
 F32 = NDArray[np.float32]
 
 
@@ -62,7 +65,9 @@ class Peer:
 def all_of(names: Sequence[str], library: Library, device: Device, given: Inputs, threads: int) -> Iterator[Peer]:
     """The peers of these names for a device, not yet entered."""
     for name in names:
-        if name == "unfused":
+        if name in cuda.PATHS:
+            yield KernelPath(library, device, given, threads, name)
+        elif name == "unfused":
             yield Unfused(library, device, given, threads)
         else:
             yield from torch_peers(device, given, "bfloat16" if given.type_K == "bf16" else "float16")
@@ -81,6 +86,60 @@ def _plain_attention(given: Inputs) -> None:
     ):
         if present:
             raise Unavailable(f"no {name} there")
+
+
+# ---- the operator ----
+
+
+class KernelPath(Peer):
+    """The operator held to one kernel path of the CUDA backend."""
+
+    passes = ("backward",)
+
+    def __init__(self, library: Library, device: Device, given: Inputs, threads: int, path: str) -> None:
+        self._library, self._device, self._given, self._threads = library, device, given, threads
+        self.who = path
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> KernelPath:
+        if cuda.ordinal(self._device.name) is None:
+            raise Unavailable(f"{self._device.name} has no kernel paths")
+        before = os.environ.get(cuda.KERNEL_PATH)
+        os.environ[cuda.KERNEL_PATH] = self.who
+        self._stack.callback(_set_environment, cuda.KERNEL_PATH, before)
+        refusal = self._library.refusal(self._device, self._given)
+        if refusal is not None:
+            self._stack.close()
+            raise Unavailable(refusal)
+        self._session = self._stack.enter_context(self._library.prepare(self._device, self._given, self._threads))
+        self._bench = self._stack.enter_context(Bench(self._library, self._device, self._session.backend))
+        self.bytes = self._session.bytes
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+    def time(self, way: str) -> Sample:
+        """Run the operator once."""
+        del way
+        return self._bench.time(self._session.graph)
+
+    def flush(self) -> None:
+        """Write twice the L2 cache."""
+        self._bench.flush()
+
+    def parts(self) -> dict[str, F32]:
+        """Download the gradients of the last run."""
+        return {name: part for name, part in self._session.result().parts.items() if name in ("dq", "dk", "dv")}
+
+
+def _set_environment(name: str, value: str | None) -> None:
+    if value is None:
+        os.environ.pop(name, None)
+    else:
+        os.environ[name] = value
 
 
 # ---- ggml's own operators ----

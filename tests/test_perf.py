@@ -237,6 +237,12 @@ def test_torch_computes_the_same_gradient(cpu: Device, mask: str) -> None:
             assert perf.nmse(array, want[name]) < 1e-9, name
 
 
+def test_a_device_without_kernel_paths_says_so(library: Library, cpu: Device) -> None:
+    (peer,) = peers.all_of(("mma",), library, cpu, inputs.make(Case.parse(SMALL), 0), 1)
+    with pytest.raises(peers.Unavailable, match="CPU has no kernel paths"), peer:
+        pass
+
+
 def test_without_torch_the_peer_says_so(library: Library, cpu: Device) -> None:
     try:
         import torch  # noqa: F401
