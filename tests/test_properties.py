@@ -104,7 +104,8 @@ def limits(op: Operator) -> dict[str, float]:
 def agrees(op: Operator, given: Inputs, want: dict[str, Any], exact: bool = False) -> ggml.Result:
     """The result for some inputs, whose parts must be those that are wanted: to the bit on the CPU where exact.
 
-    A head's error is held against its size and, where few rows cancel, against what they are sums of."""
+    A head's error is held against its size and, where few rows cancel, against what they are sums of. Row statistics
+    lie near the limit on CUDA: two of them that are each within it differ by up to four times as much."""
     got = op.result(given, THREADS)
     if exact and op.on_cpu:
         for part, array in want.items():
@@ -116,7 +117,8 @@ def agrees(op: Operator, given: Inputs, want: dict[str, Any], exact: bool = Fals
         hidden = np.isneginf(whole[part])
         error = np.square(np.where(hidden, 0, got.parts[part] - np.where(hidden, 0, whole[part]))).sum(axis=inner)
         size = np.square(np.where(hidden, 0, whole[part])).sum(axis=inner)
-        bound = limits(op)["nmse"] * size + limits(op)["zero"] * oracle._Operands(given).of(part)
+        apart = 1 if op.on_cpu or part in GRADIENTS else 4
+        bound = apart * limits(op)["nmse"] * size + limits(op)["zero"] * oracle._Operands(given).of(part)
         assert (error <= bound).all(), found
     return got
 
