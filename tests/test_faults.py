@@ -124,13 +124,18 @@ def test_receipts_of_killed_runs_are_whole_or_not_there(tmp_path: Path) -> None:
         body["id"] = statement.identify(document)
         statement.save(tmp_path, document)
 
+    whole = 0
+
     def check() -> None:
+        nonlocal whole
         for path in tmp_path.glob("*.json"):
             document = statement.read(path)
             assert statement.identify(document) == document["predicate"]["receipt"]["id"]
+            path.unlink()
+            whole += 1
 
-    killed(write, check, times=12, longest=0.25)
-    assert list(tmp_path.glob("*.json"))
+    killed(write, check, times=24, longest=0.15)
+    assert whole > 0
 
 
 def test_signatures_of_killed_runs_are_whole(tmp_path: Path) -> None:
