@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import mmap
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,7 +18,7 @@ from attention import NINF, Operator, attention, case, last_words, parameters, s
 from large import PERIOD, Large
 from numpy.typing import NDArray
 
-from pyharness import cases, ggml, gradcheck, inputs, oracle, reference
+from pyharness import cases, digest, ggml, gradcheck, inputs, oracle, reference
 from pyharness.inputs import Inputs
 
 MAP_NORESERVE = 0x4000  # Linux's; Python's mmap names it from 3.13 on
@@ -735,6 +736,18 @@ def test_every_kind_of_public_report_has_a_case_in_the_list() -> None:
     assert {c.type_K for c in listed} == {c.type_V for c in listed} == set(cases.TYPES)
     assert {c.kv for c in listed} >= {*range(34), 63, 65, 127, 129}
     assert {c.nh / c.nhkv for c in listed if not c.capture} >= {1, 2, 3, 7, 16}
+
+
+def test_the_document_names_tests_that_exist() -> None:
+    text = (digest.ROOT / "docs/public-failures.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (U\d\d) .*\| (.*) \|$", text, re.MULTILINE)
+    assert len(rows) == len({row for row, _ in rows}) == 50
+    for row, shown in rows:
+        names = re.findall(r"`(?:(test_\w+\.py)::)?(\w+)(?:\.\.\.)?(?:\[[^`]*\])?(?:\.\.\.)?`", shown)
+        assert names, row
+        for file, name in names:
+            source = (digest.ROOT / "tests" / (file or "test_public_reports.py")).read_text(encoding="utf-8")
+            assert f"def test_{name}" in source, (row, name)
 
 
 # ---- sizes that need the memory of a GPU; every path that takes the node runs it ----
