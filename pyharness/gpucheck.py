@@ -527,22 +527,24 @@ def _sanitizer(runner: _Runner) -> dict[str, Any]:
     program = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
     if not Path(program).exists():
         return _state(errors.Environment.exit_code, "compute-sanitizer is not installed")
-    found: dict[str, Any] = {}
-    checks = [(path, tool) for path in ("hopper", "mma", "rows") for tool in TOOLS]
-    for number, (path, tool) in enumerate(checks):
-        share = runner.share(len(checks) - number)
+
+    def check(item: tuple[str, str]) -> tuple[int | None, str]:
+        path, tool = item
         options_ = ("--tool", tool, "--error-exitcode", str(FOUND), "--print-limit", "20")
         words = ("oracle", "-b", runner.args.backend, "--no-receipt", "--no-monitor", "-o", ",".join(SANITIZED))
-        code, lines = share.pyharness(*words, wrap=(program, *options_), env={PATH: path})
-        summary = next(
-            (line for line in reversed(lines) if "ERROR SUMMARY" in line or "RACECHECK SUMMARY" in line), _last(lines)
-        )
-        found[f"{path} {tool}".strip()] = {"exit_code": code, "text": summary.strip("= ")}
-    codes = [item["exit_code"] for item in found.values()]
+        code, lines = runner.pyharness(*words, wrap=(program, *options_), env={PATH: path})
+        summary = (line for line in reversed(lines) if "ERROR SUMMARY" in line or "RACECHECK SUMMARY" in line)
+        return code, next(summary, _last(lines)).strip("= ")
+
+    checks = [(path, tool) for path in ("hopper", "mma", "rows") for tool in TOOLS]
+    with ThreadPoolExecutor(runner.args.jobs) as pool:
+        ends = list(pool.map(check, checks))
+    found = {f"{path} {tool}": text for (path, tool), (_, text) in zip(checks, ends, strict=True)}
+    codes = [code for code, _ in ends]
     refused = errors.Environment.exit_code  # a path that takes none of the cases
     wrong = [code for code in codes if code not in (0, None, refused)]
     worst = wrong[0] if wrong else None if None in codes else 0 if 0 in codes else refused
-    return _state(worst, "; ".join(f"{tool}: {item['text']}" for tool, item in found.items()), tools=found)
+    return _state(worst, "; ".join(f"{check}: {text}" for check, text in found.items()))
 
 
 def _perf(runner: _Runner) -> dict[str, Any]:

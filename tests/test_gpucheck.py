@@ -182,6 +182,19 @@ def test_upstream_s_test_is_told_by_its_summary_and_exit_code(tmp_path: Path, te
     assert found["modes"]["test"]["failed"] == ["FLASH_ATTN_BACK(hsk=64): FAIL"] * (state == "FAILED")
 
 
+@pytest.mark.parametrize(("bad", "state"), [(0, "ok"), (gpucheck.FOUND, "FAILED"), (None, "TIME")])
+def test_every_tool_of_the_sanitizer_runs_on_every_kernel_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bad: int | None, state: str
+) -> None:
+    monkeypatch.setattr("shutil.which", lambda _: sys.executable)
+    ends: list[tuple[int | None, list[str]]] = [(0, ["========= ERROR SUMMARY: 0 errors"]) for _ in range(11)]
+    runner = Fake(options(tmp_path, jobs=1), *ends, (bad, ["========= ERROR SUMMARY: 1 error"]))
+    found = gpucheck._sanitizer(runner)
+    assert found["state"] == state
+    assert found["text"].startswith("hopper memcheck: ERROR SUMMARY: 0 errors; hopper initcheck: ")
+    assert found["text"].endswith("rows synccheck: ERROR SUMMARY: 1 error")
+
+
 # ---- what runs in a process of its own ----
 
 
