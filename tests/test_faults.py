@@ -101,15 +101,22 @@ def test_a_full_disk_leaves_everything_as_it_was(
 # ---- kill -9 ----
 
 
+def started(action: Callable[[], object]) -> int:
+    """The id of a process that does something, and ends with 0 if it could."""
+    child = os.fork()
+    if child == 0:
+        code = 1
+        with contextlib.suppress(BaseException):
+            action()
+            code = 0
+        os._exit(code)
+    return child
+
+
 def killed(write: Callable[[int], object], check: Callable[[], object], times: int, longest: float) -> None:
     """Kill a process that writes again and again, after times up to `longest` seconds, and check what each leaves."""
     for moment in (longest * (i + 1) / times for i in range(times)):
-        child = os.fork()
-        if child == 0:
-            with contextlib.suppress(BaseException):
-                for i in range(1_000_000):
-                    write(i)
-            os._exit(1)
+        child = started(lambda: [write(i) for i in range(1_000_000)])
         time.sleep(moment)
         os.kill(child, signal.SIGKILL)
         assert os.waitpid(child, 0)[1] == signal.SIGKILL
@@ -285,20 +292,27 @@ def test_two_patches_of_a_tree_at_once_both_hold(repository: Path, tmp_path: Pat
     target = tmp_path / "tree"
     before = readers.contents(target)
     for _ in range(20):
-        children = []
-        for action in (tree.patch, tree.patch, tree.reverse):
-            children.append(os.fork())
-            if children[-1] == 0:
-                code = 1
-                with contextlib.suppress(BaseException):
-                    action(target, repository)
-                    code = 0
-                os._exit(code)
+        actions = (tree.patch, tree.patch, tree.reverse)
+        children = [started(functools.partial(action, target, repository)) for action in actions]
         assert [os.waitpid(child, 0)[1] for child in children] == [0, 0, 0]
         tree.patch(target, repository)
         assert tree.check(target, repository)
         tree.reverse(target, repository)
         assert readers.contents(target) == before
+
+
+def test_one_process_at_a_time_works_below_build(tmp_path: Path) -> None:
+    counter = tmp_path / "counter"
+    counter.write_text("0")
+
+    def count() -> None:
+        for _ in range(30):
+            with tree.lock(tmp_path):
+                counter.write_text(str(int(counter.read_text()) + 1))
+
+    children = [started(count) for _ in range(3)]
+    assert [os.waitpid(child, 0)[1] for child in children] == [0, 0, 0]
+    assert counter.read_text() == "90"
 
 
 # ---- a checkout that may not be written to ----
