@@ -288,7 +288,7 @@ def test_a_window_is_a_slice_of_the_whole(op: Operator, drawn: st.DataObject) ->
 @each_shape
 @hypothesis.given(st.data())
 def test_a_choice_of_gradients_leaves_those_that_are_computed_alone(op: Operator, drawn: st.DataObject) -> None:
-    given = prepare(drawn, op)
+    given = prepare(drawn, op, o=drawn.draw(st.sampled_from((0, 1))))
     letters = drawn.draw(st.sampled_from(("q", "k", "v", "qk", "qv", "kv")))
     keys = {"grads": letters}
     parts = op.run(given, THREADS)
