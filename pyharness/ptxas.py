@@ -32,6 +32,7 @@ _FLAGS = [
     "-use_fast_math",
     "-extended-lambda",
     "-D_GNU_SOURCE",
+    "-DGGML_CUDA_USE_GRAPHS",
     "-Xcompiler=-fPIC,-w",
     "-w",
 ]
