@@ -283,7 +283,7 @@ def test_two_runs_at_once_write_two_whole_receipts(tmp_path: Path, library: ggml
     words = ("oracle", "--libs", str(library.directory), "-b", "CPU", "-o", CASE, "--receipts", str(tmp_path))
     runs = [pyharness(*words, "--seed", str(seed)) for seed in range(2)]
     for run in runs:
-        output, error = run.communicate(timeout=120)
+        output, error = run.communicate(timeout=300)
         assert run.returncode == 0, output + error
     receipts = list(tmp_path.glob("*.json"))
     assert len(receipts) == 2
