@@ -2,8 +2,9 @@
 
 // What the kernels of the mma path of FLASH_ATTN_BACK share: their parameters, and the instructions that mma.cuh does not wrap.
 //
-// The path does five products, the least there can be:
 //   prep    operands to fp16 once: K and V centred, rows scaled by powers of two; the mask reduced to a table of tiles
+// Up to head size 128, where there are blocks enough, two fused kernels follow (fattn-back-mma-fused.cuh), else five products, the least
+// there can be:
 //   scores  S = QK^T and dP = dO V^T; writes exp2(S - m) and dP in fp16, m and the sums over a granule of keys in F32
 //   rows    LSE, D, and the factors that turn exp2(S - m) into P for every (row, granule)
 //   grads   dV += P^T dO, dK += dS^T Q, dQ += dS K with dS = P (dP - D) formed on the operands' way to the tensor cores
@@ -50,7 +51,7 @@ struct fattn_back_mma_params {
     bool split_all; // every tile's S from split operands
 
     // of the mask
-    uint8_t * tiles; // [mask_nseqs][mask_nheads][QB][KT], NULL without a mask
+    uint8_t * tiles; // [mask_nseqs][mask_nheads][QB][2*KT] of granules of keys, NULL without a mask
     uint8_t * seen;  // [mask_nseqs][mask_nheads][QB][128*KT] keys that some row of the query block sees
     uint8_t * used;  // [mask_nseqs][mask_groups][128*KT] keys that some row sees
 
@@ -73,8 +74,14 @@ struct fattn_back_mma_params {
     float * exp_dO;
     float * dot_q;    // [units][64*RB] scale*log2(e)*Q . mean(K)
     float * dot_dO;   // [units][64*RB] dO . mean(V)
-    float * exp_q_min;  // [units]
-    float * exp_dO_min;
+    int * exp_q_min;    // [units]
+    int * exp_dO_min;
+
+    // fused kernels: what a row's keys need, log2(e) x = s.x * product, P = exp2(log2(e) x + s.y), dS = P (d.x dP - d.y)
+    int band;        // units whose blocks run side by side
+    float2 * stat_s; // [units][64*RB]
+    float2 * stat_d;
+    uint8_t * split; // [units][RB][4*KT][4] whether 16 rows had split S with 32 keys
 
     // chunk
     int cunit0; // in the group
@@ -82,10 +89,8 @@ struct fattn_back_mma_params {
     int cb0;    // first row block
     int cblocks;
     int strip;  // key tiles of a block of the scores kernel
-    int rows_q; // rows of a tile of dQ
     int len_q;  // key tiles of a part of dQ's sums
     int len_kv; // row blocks of a part of dK's and dV's sums
-    int tiles_kv; // key tiles of a block that sums dK or dV; 1 if there are parts
     bool accumulate; // dK and dV have an earlier chunk's sums
     half * pairs;  // [planes: exp2(S - m), dP, with softcap 1 - tanh^2][cunits][cblocks][KT] tiles
     int64_t plane;  // elements of a plane
@@ -103,7 +108,7 @@ struct fattn_back_mma_params {
     float * R;      // [cunits][64*cblocks]
     int * nparts_q;  // [cunits][tiles of dQ] parts that have something to sum
     int * nparts_kv; // [cunits][tiles of the window]
-    float * part_q;    // [parts][cunits][tiles of dQ][rows_q][Dk]
+    float * part_q;    // [parts][cunits][tiles of dQ][128][Dk]
     float * part_k;    // [parts][cunits][tiles of the window][128][Dk]
     float * part_v;    // [parts][cunits][tiles of the window][128][Dv]
 
@@ -118,14 +123,22 @@ struct fattn_back_mma_params {
     // tiles of the grads kernel: dQ's, or key tiles of the window
     __host__ __device__ int kt_first() const { return a.kv_first / FATTN_BACK_MMA_KEYS; }
     __host__ __device__ int ntiles(const bool is_q) const {
-        return is_q ? (crows() + rows_q - 1) / rows_q : (a.kv_first + a.kv_count - 1) / FATTN_BACK_MMA_KEYS + 1 - kt_first();
+        return is_q ? cblocks / 2 : (a.kv_first + a.kv_count - 1) / FATTN_BACK_MMA_KEYS + 1 - kt_first();
     }
     __host__ __device__ int max_parts_q() const { return (KT + len_q - 1) / len_q; }
     __host__ __device__ int max_parts_kv() const { return (cblocks + len_kv - 1) / len_kv; }
 
+    __host__ __device__ int64_t split_at(const int lunit, const int b, const int keys32) const {
+        return (((int64_t) lunit * RB + b) * 4 * KT + keys32) * 4;
+    }
+
+    // query of a row of the unit
+    __device__ __forceinline__ int unit_query(const int row) const {
+        return row / FATTN_BACK_MMA_ROWS / a.G * FATTN_BACK_MMA_ROWS + row % FATTN_BACK_MMA_ROWS;
+    }
     // row: of the chunk (dQ), or key; whether it is in the result, and its index there
     __device__ __forceinline__ int query(const int row) const {
-        return (cb0 + row / FATTN_BACK_MMA_ROWS) / a.G * FATTN_BACK_MMA_ROWS + row % FATTN_BACK_MMA_ROWS;
+        return unit_query(cb0 * FATTN_BACK_MMA_ROWS + row);
     }
     __device__ __forceinline__ bool valid_row(const bool is_q, const int row) const {
         return is_q ? row < crows() && query(row) < a.N : row >= a.kv_first && row < a.kv_first + a.kv_count;
@@ -135,8 +148,7 @@ struct fattn_back_mma_params {
         return is_q ? a.row(query(row), unit % a.Hkv * a.G + (cb0 + row / FATTN_BACK_MMA_ROWS) % a.G, unit / a.Hkv) : (int64_t) unit * a.kv_count + row - a.kv_first;
     }
     __device__ __forceinline__ float * part_row(float * parts, const bool is_q, const int part, const int cunit, const int row, const int D) const {
-        const int rows = is_q ? rows_q : FATTN_BACK_MMA_KEYS;
-        return parts + (((int64_t) part * cunits + cunit) * ntiles(is_q) * rows + (is_q ? row : row - kt_first() * FATTN_BACK_MMA_KEYS)) * D;
+        return parts + (((int64_t) part * cunits + cunit) * ntiles(is_q) * 128 + (is_q ? row : row - kt_first() * FATTN_BACK_MMA_KEYS)) * D;
     }
 
     // granule sums and factors of a unit of the chunk
@@ -147,32 +159,34 @@ struct fattn_back_mma_params {
 
 // the tiles of a row block
 struct fattn_back_mma_tile_row {
-    const uint8_t * tiles; // NULL: all tiles are other, the last one is last
-    int KT;
-    fattn_back_mma_tile other;
-    fattn_back_mma_tile last;
+    const uint8_t * tiles; // NULL: no mask
+    int M;                 // keys, 0 for a row block without queries
 
     __device__ __forceinline__ fattn_back_mma_tile_row(const fattn_back_mma_params & p, const int unit, const int b) {
         const int qb = b / p.a.G;
         tiles        = nullptr;
-        KT           = p.KT;
-        other        = FATTN_BACK_MMA_TILE_SKIP;
-        last         = FATTN_BACK_MMA_TILE_SKIP;
-        if (qb < p.QB) {
-            other = FATTN_BACK_MMA_TILE_FULL;
-            last  = p.a.M % FATTN_BACK_MMA_KEYS == 0 ? FATTN_BACK_MMA_TILE_FULL : FATTN_BACK_MMA_TILE_MIXED;
-            if (p.tiles != nullptr) {
-                const int h        = (unit % p.a.Hkv) * p.a.G + b % p.a.G;
-                const int s        = unit / p.a.Hkv;
-                const int64_t mask = (s % p.a.mask_nseqs) * p.a.mask_nheads + h % p.a.mask_nheads;
-                tiles              = p.tiles + (mask * p.QB + qb) * KT;
-            }
+        M            = qb < p.QB ? p.a.M : 0;
+        if (qb < p.QB && p.tiles != nullptr) {
+            const int h        = (unit % p.a.Hkv) * p.a.G + b % p.a.G;
+            const int s        = unit / p.a.Hkv;
+            const int64_t mask = (s % p.a.mask_nseqs) * p.a.mask_nheads + h % p.a.mask_nheads;
+            tiles              = p.tiles + (mask * p.QB + qb) * 2 * p.KT;
         }
     }
 
+    // with granule gr of keys
+    __device__ __forceinline__ fattn_back_mma_tile granule(const int gr) const {
+        if (tiles != nullptr) {
+            return (fattn_back_mma_tile) tiles[gr];
+        }
+        return gr * FATTN_BACK_MMA_GRANULE >= M     ? FATTN_BACK_MMA_TILE_SKIP
+            : (gr + 1) * FATTN_BACK_MMA_GRANULE > M ? FATTN_BACK_MMA_TILE_MIXED
+                                                    : FATTN_BACK_MMA_TILE_FULL;
+    }
+    // with a key tile
     __device__ __forceinline__ fattn_back_mma_tile get(const int kt) const {
-        return tiles != nullptr ? (fattn_back_mma_tile) tiles[kt] : kt == KT - 1 ? last
-                                                                                 : other;
+        const fattn_back_mma_tile first = granule(2 * kt);
+        return first == granule(2 * kt + 1) ? first : FATTN_BACK_MMA_TILE_MIXED;
     }
 };
 
@@ -183,6 +197,12 @@ static __device__ __forceinline__ float fattn_back_exp2(const float x) {
 }
 
 #ifdef AMPERE_MMA_AVAILABLE
+// What is derived from the result is formed again where it is seldom needed, instead of kept in registers across the loop around it.
+static __device__ __forceinline__ int fattn_back_rare(int x) {
+    asm volatile("" : "+r"(x));
+    return x;
+}
+
 static __device__ __forceinline__ uint32_t fattn_back_shared(const void * ptr) {
     return (uint32_t) __cvta_generic_to_shared(ptr);
 }

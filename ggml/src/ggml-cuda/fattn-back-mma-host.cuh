@@ -5,6 +5,7 @@
 #include "fattn-back-prep.cuh"
 #include "fattn-back-mma-scores.cuh"
 #include "fattn-back-mma-grads.cuh"
+#include "fattn-back-mma-fused.cuh"
 
 #include <algorithm>
 
@@ -15,7 +16,7 @@ static __global__ void __launch_bounds__(256) flash_attn_back_mma_dsinks(const f
     float sum        = 0.0f;
     for (int64_t i = threadIdx.x; i < (int64_t) args.S * args.N; i += 256) {
         const int64_t row = args.row(i % args.N, h, i / args.N);
-        sum -= expf(sink - args.LSE[row]) * args.D[row];
+        sum -= args.D[row] != 0.0f ? expf(sink - args.LSE[row]) * args.D[row] : 0.0f; // LSE may be as infinite as the sink
     }
     __shared__ float red[256];
     red[threadIdx.x] = sum;
@@ -31,16 +32,28 @@ static __global__ void __launch_bounds__(256) flash_attn_back_mma_dsinks(const f
     }
 }
 
-// instances of the grads kernel; a node takes the first that its head sizes fit
+// instances of the kernels; a node takes the first that its head sizes fit
 #define FATTN_BACK_MMA_CASES(F) F(64, 64) F(80, 80) F(96, 96) F(112, 112) F(128, 128) F(192, 128) F(256, 256)
 
 struct fattn_back_mma_case {
     int Dk;
     int Dv;
     void (*grads[2])(const fattn_back_mma_params & p, int arch, cudaStream_t stream); // without and with softcap
+    void (*fused[2])(fattn_back_mma_params & p, int arch, cudaStream_t stream);       // NULL: none
 };
 
-#define FATTN_BACK_MMA_CASE(Dk, Dv) { Dk, Dv, { ggml_cuda_flash_attn_back_grads_case<Dk, Dv, false>, ggml_cuda_flash_attn_back_grads_case<Dk, Dv, true> } },
+template <int Dk, int Dv, bool softcap>
+static constexpr auto fattn_back_mma_get_fused() -> void (*)(fattn_back_mma_params &, int, cudaStream_t) {
+    if constexpr (Dk == Dv && Dk <= 128) {
+        return ggml_cuda_flash_attn_back_fused_case<Dk, softcap>;
+    } else {
+        return nullptr;
+    }
+}
+
+#define FATTN_BACK_MMA_CASE(Dk, Dv) \
+    { Dk, Dv, { ggml_cuda_flash_attn_back_grads_case<Dk, Dv, false>, ggml_cuda_flash_attn_back_grads_case<Dk, Dv, true> }, \
+        { fattn_back_mma_get_fused<Dk, Dv, false>(), fattn_back_mma_get_fused<Dk, Dv, true>() } },
 
 static const fattn_back_mma_case * fattn_back_mma_get_case(const int64_t Dk, const int64_t Dv) {
     static constexpr fattn_back_mma_case cases[] = { FATTN_BACK_MMA_CASES(FATTN_BACK_MMA_CASE) };
@@ -57,6 +70,7 @@ struct fattn_back_mma_plan {
     const fattn_back_mma_case * kernels;
     int arch;
     int nsm;
+    bool fused;      // the fused kernels
     int max_units;   // of a group
     int max_cunits;  // of a chunk
     int max_cblocks;
@@ -74,7 +88,7 @@ static size_t fattn_back_mma_layout(fattn_back_mma_plan & plan, char * base) {
     };
     if (p.a.mask != nullptr) {
         const int64_t nqb = (int64_t) p.a.mask_nheads * p.a.mask_nseqs * p.QB;
-        take(p.tiles, nqb * p.KT);
+        take(p.tiles, nqb * 2 * p.KT);
         take(p.seen, nqb * p.keys());
         take(p.used, p.a.mask_nseqs * p.a.mask_groups() * p.keys());
     }
@@ -84,9 +98,10 @@ static size_t fattn_back_mma_layout(fattn_back_mma_plan & plan, char * base) {
     for (float ** ptr : { &p.mean_k, &p.mean_v }) {
         take(*ptr, units * FATTN_BACK_MMA_MAX_D);
     }
-    for (float ** ptr : { &p.exp_k, &p.exp_v, &p.exp_q_min, &p.exp_dO_min }) {
-        take(*ptr, units);
-    }
+    take(p.exp_k, units);
+    take(p.exp_v, units);
+    take(p.exp_q_min, units);
+    take(p.exp_dO_min, units);
     for (float ** ptr : { &p.exp_q, &p.exp_dO, &p.dot_q, &p.dot_dO }) {
         take(*ptr, units * p.rows());
     }
@@ -98,6 +113,13 @@ static size_t fattn_back_mma_layout(fattn_back_mma_plan & plan, char * base) {
     }
     take(p.v, units * p.keys() * p.Pv);
     take(p.dO, units * p.rows() * p.Pv);
+
+    if (plan.fused) {
+        take(p.stat_s, units * p.rows());
+        take(p.stat_d, units * p.rows());
+        take(p.split, p.split_at(units, 0, 0));
+        return nbytes;
+    }
 
     const int64_t crows = (int64_t) plan.max_cunits * plan.max_cblocks * FATTN_BACK_MMA_ROWS;
     take(p.pairs, (softcap ? 3 : 2) * crows * p.keys());
@@ -118,7 +140,7 @@ static size_t fattn_back_mma_layout(fattn_back_mma_plan & plan, char * base) {
         take(p.R, crows);
     }
     p.cblocks             = plan.max_cblocks;
-    const int64_t rows_q  = (int64_t) plan.max_cunits * p.ntiles(true) * p.rows_q;
+    const int64_t rows_q  = (int64_t) plan.max_cunits * p.ntiles(true) * 128;
     const int64_t rows_kv = (int64_t) plan.max_cunits * p.ntiles(false) * FATTN_BACK_MMA_KEYS;
     take(p.nparts_q, plan.max_cunits * p.ntiles(true));
     take(p.nparts_kv, plan.max_cunits * p.ntiles(false));
@@ -145,24 +167,35 @@ static fattn_back_mma_plan fattn_back_mma_make_plan(
     p.Pk                      = fattn_back_mma_pitch(plan.kernels->Dk);
     p.Pv                      = fattn_back_mma_pitch(plan.kernels->Dv);
     p.QB                      = (args.N + FATTN_BACK_MMA_ROWS - 1) / FATTN_BACK_MMA_ROWS;
-    p.RB                      = GGML_PAD(p.QB * args.G, 2);
     p.KT                      = (args.M + FATTN_BACK_MMA_KEYS - 1) / FATTN_BACK_MMA_KEYS;
     p.rank1                   = softcap || args.sinks != nullptr;
     p.split_all               = split_all;
 
     const int64_t units = (int64_t) args.S * args.Hkv;
 
-    // operands: groups of units of at most half the limit, all of one size
-    const int64_t unit_bytes = (p.keys() + p.rows()) * (2 * p.Pk + p.Pv) * sizeof(half);
-    plan.max_units           = std::clamp<int64_t>(workspace_limit / 2 / unit_bytes, 1, units);
+    // The fused kernels' blocks must fill the device, those of dK and dV at least half of it. A split S costs them more than the others.
+    const int n_kv          = (args.dK != nullptr) + (args.dV != nullptr);
+    const int64_t blocks_q  = units * p.QB * args.G / FATTN_BACK_FUSED_MAX_BLOCKS;
+    const int64_t blocks_kv = units * p.ntiles(false);
+    plan.fused              = plan.kernels->fused[0] != nullptr && !(split_all && plan.kernels->Dk > 64) && blocks_q >= nsm / 2 &&
+        (n_kv == 0 || blocks_kv >= nsm / 2);
+    p.RB = GGML_PAD(p.QB * args.G, plan.fused ? FATTN_BACK_FUSED_MAX_BLOCKS : 2);
+
+    // operands: groups of units of at most the limit, half of it beside pairs, all of one size
+    const int64_t unit_stats = plan.fused ? 2 * p.rows() * sizeof(float2) + p.split_at(1, 0, 0) : 0;
+    const int64_t unit_bytes = (p.keys() + p.rows()) * (2 * p.Pk + p.Pv) * sizeof(half) + unit_stats;
+    plan.max_units           = std::clamp<int64_t>(workspace_limit / (plan.fused ? 1 : 2) / unit_bytes, 1, units);
     plan.max_units           = (units + (units + plan.max_units - 1) / plan.max_units - 1) / ((units + plan.max_units - 1) / plan.max_units);
     p.nparts                 = std::clamp<int64_t>(4 * nsm / (2 * plan.max_units), 1, (args.M + 63) / 64);
+    if (plan.fused) {
+        plan.nbytes = fattn_back_mma_layout(plan, nullptr);
+        return plan;
+    }
 
     // pairs: as many row blocks as the limit takes, of as few units as fill the device
     const int D_max           = std::max(plan.kernels->Dk, plan.kernels->Dv);
-    const int nslots          = nsm * fattn_back_grads_occupancy(arch, D_max);
+    const int nslots          = nsm * fattn_back_grads_occupancy(D_max);
     const int nkt             = p.ntiles(false);
-    const int n_kv            = (args.dK != nullptr) + (args.dV != nullptr);
     const int64_t block_bytes = (int64_t) p.KT * ((softcap ? 3 : 2) * FATTN_BACK_MMA_PAIRS * sizeof(half) + 2 * FATTN_BACK_MMA_ROWS * ((softcap ? 6 : 4) * sizeof(float) + 2 * sizeof(half)));
     const int64_t max_blocks  = std::max<int64_t>(workspace_limit / block_bytes, 2);
     if (max_blocks >= p.RB) {
@@ -176,17 +209,14 @@ static fattn_back_mma_plan fattn_back_mma_make_plan(
     }
 
     // parts of the grads kernel's sums: several for each slot of the device, so that no block is late, but none too short
-    constexpr int slices_q  = FATTN_BACK_MMA_KEYS / FATTN_BACK_GRADS_SLICE;
-    constexpr int slices_kv = FATTN_BACK_MMA_ROWS / FATTN_BACK_GRADS_SLICE;
-    const int shared        = fattn_back_grads_shared(arch, D_max) ? 2 : 1; // products of a slice
-    const int64_t work_q    = args.dQ != nullptr ? (int64_t) plan.max_cunits * plan.max_cblocks / 2 * p.KT * slices_q / shared : 0;
-    const int64_t work_kv   = (int64_t) plan.max_cunits * plan.max_cblocks * slices_kv * nkt * n_kv / shared;
-    const int64_t len       = std::max<int64_t>((work_q + work_kv) / (4 * nslots), 16); // slices
-    const int64_t len_q     = std::max<int64_t>((work_q + work_kv) / (2 * nslots), 16);
-    p.rows_q                = fattn_back_grads_pairs_q(arch, D_max) * 2 * FATTN_BACK_MMA_ROWS;
-    p.tiles_kv              = D_max > 128 ? 1 : std::clamp<int64_t>(len / (plan.max_cblocks * slices_kv), 1, std::clamp(FATTN_BACK_GRADS_MAX_ITEMS / plan.max_cblocks, 1, FATTN_BACK_GRADS_MAX_TILES));
-    p.len_q                 = std::clamp<int64_t>(len_q / slices_q, 1, FATTN_BACK_GRADS_MAX_ITEMS);
-    p.len_kv                = std::clamp<int64_t>(len / slices_kv, 1, FATTN_BACK_GRADS_MAX_ITEMS);
+    const int slices_q    = FATTN_BACK_MMA_KEYS / fattn_back_grads_slice(arch, D_max);
+    const int slices_kv   = FATTN_BACK_MMA_ROWS / fattn_back_grads_slice(arch, D_max);
+    const int64_t work_q  = args.dQ != nullptr ? (int64_t) plan.max_cunits * plan.max_cblocks / 2 * p.KT * slices_q : 0;
+    const int64_t work_kv = (int64_t) plan.max_cunits * plan.max_cblocks * slices_kv * nkt * n_kv;
+    const int64_t len     = std::max<int64_t>((work_q + work_kv) / (4 * nslots), 16); // slices
+    const int64_t len_q   = std::max<int64_t>((work_q + work_kv) / (2 * nslots), 16);
+    p.len_q               = std::clamp<int64_t>(len_q / slices_q, 1, FATTN_BACK_GRADS_MAX_ITEMS);
+    p.len_kv              = std::clamp<int64_t>(len / slices_kv, 1, FATTN_BACK_GRADS_MAX_ITEMS);
 
     // strips of the scores kernel: several for each block that fits the device
     const int64_t tiles = (int64_t) plan.max_cunits * plan.max_cblocks / 2 * p.KT;
@@ -230,8 +260,8 @@ static void fattn_back_mma_run(fattn_back_mma_plan & plan, char * workspace, cud
 
     const bool softcap = p.a.logit_softcap != 0.0f;
     if (p.a.mask != nullptr) {
-        const dim3 grid(p.KT, p.QB, p.a.mask_nheads * p.a.mask_nseqs);
-        flash_attn_back_mask_tiles<<<grid, FATTN_BACK_MMA_KEYS, 0, stream>>>(p);
+        const dim3 grid(2 * p.KT, p.QB, p.a.mask_nheads * p.a.mask_nseqs);
+        flash_attn_back_mask_tiles<<<grid, FATTN_BACK_MMA_GRANULE, 0, stream>>>(p);
         CUDA_CHECK(cudaGetLastError());
         const dim3 grid_used((p.keys() + FATTN_BACK_PREP_THREADS - 1) / FATTN_BACK_PREP_THREADS, p.a.mask_nseqs * p.a.mask_groups());
         flash_attn_back_mask_used<<<grid_used, FATTN_BACK_PREP_THREADS, 0, stream>>>(p);
@@ -250,12 +280,17 @@ static void fattn_back_mma_run(fattn_back_mma_plan & plan, char * workspace, cud
         const int64_t nkv = p.keys() * (std::max(p.Pk, p.Pv) / 8);
         flash_attn_back_convert_kv<<<dim3((nkv + FATTN_BACK_PREP_THREADS - 1) / FATTN_BACK_PREP_THREADS, p.units, 2), FATTN_BACK_PREP_THREADS, 0, stream>>>(p);
         CUDA_CHECK(cudaGetLastError());
+        CUDA_CHECK(cudaMemsetAsync(p.exp_q_min, 0x7F, p.units * sizeof(*p.exp_q_min), stream));
+        CUDA_CHECK(cudaMemsetAsync(p.exp_dO_min, 0x7F, p.units * sizeof(*p.exp_dO_min), stream));
         const int nrows = FATTN_BACK_PREP_THREADS / fattn_back_prep_row_threads(std::max(p.Pk, p.Pv));
         flash_attn_back_convert_rows<<<dim3((p.rows() + nrows - 1) / nrows, p.units, 2), FATTN_BACK_PREP_THREADS, 0, stream>>>(p);
         CUDA_CHECK(cudaGetLastError());
-        flash_attn_back_min_exponents<<<p.units, FATTN_BACK_PREP_THREADS, 0, stream>>>(p);
-        CUDA_CHECK(cudaGetLastError());
 
+        if (plan.fused) {
+            CUDA_CHECK(cudaMemsetAsync(p.split, 0, p.split_at(p.units, 0, 0), stream));
+            plan.kernels->fused[softcap](p, plan.arch, stream);
+            continue;
+        }
         for (p.cunit0 = 0; p.cunit0 < p.units; p.cunit0 += plan.max_cunits) {
             p.cunits = std::min(plan.max_cunits, p.units - p.cunit0);
             for (p.cb0 = 0; p.cb0 < p.RB; p.cb0 += plan.max_cblocks) {

@@ -442,13 +442,13 @@ static __global__ void __launch_bounds__(FATTN_BACK_SCORES_THREADS, 1) flash_att
 #endif // AMPERE_MMA_AVAILABLE
 }
 
-#define FATTN_BACK_ROWS_THREADS 1024
+#define FATTN_BACK_ROWS_THREADS 512
 
 // LSE and D of nrows rows from their granules, and for every granule the factors that turn E into an operand P.
-// Grid: blocks of nrows rows, units of the chunk. Block: a row's granules are dealt to 1024/nrows threads, whose sums are
+// Grid: blocks of nrows rows, units of the chunk. Block: a row's granules are dealt to 512/nrows threads, whose sums are
 // combined in a fixed order.
 template <int nrows, bool softcap>
-static __global__ void __launch_bounds__(FATTN_BACK_ROWS_THREADS) flash_attn_back_row_stats(const fattn_back_mma_params p) {
+static __global__ void __launch_bounds__(FATTN_BACK_ROWS_THREADS, 1) flash_attn_back_row_stats(const fattn_back_mma_params p) {
     constexpr int nparts  = FATTN_BACK_ROWS_THREADS / nrows;
     constexpr int nsums   = softcap ? 4 : 2;
     constexpr float log2e = 1.4426950408889634f;
@@ -558,8 +558,8 @@ static __global__ void __launch_bounds__(FATTN_BACK_ROWS_THREADS) flash_attn_bac
             Draw                = D * unscale + dot_dO * (sum[0] / total);
             if (p.a.sinks != nullptr) {
                 const float d_sink = p_sink / total * dot_dO;
-                D                  = D - d_sink * exp2f(e_dO + p.exp_v[lunit]);
-                R                  = p_sink / total * Draw;
+                D -= d_sink != 0.0f ? d_sink * exp2f(e_dO + p.exp_v[lunit]) : 0.0f; // the exponent of a row of zeros is large
+                R = p_sink / total * Draw;
             }
             if constexpr (softcap) {
                 R = (sum[2] - D * sum[3]) / total * unscale * (1.0f / (1 << FATTN_BACK_MMA_SHIFT_U));

@@ -17,6 +17,9 @@ const char * ggml_cuda_flash_attn_back_mma_refusal(const int device, const ggml_
     }
     const ggml_tensor * mask = dst->src[GGML_FLASH_ATTN_BACK_SRC_MASK];
     const int64_t max_grid   = 65535; // in y and z
+    if (node.S == 0 || node.H == 0) {
+        return "there are no sequences or no heads";
+    }
     // with outlier channels in every operand dQ misses the limit (1.6e-5)
     if (node.logit_softcap != 0.0f && dst->src[GGML_FLASH_ATTN_BACK_SRC_SINKS] != nullptr) {
         return "a softcap together with sinks";

@@ -7,13 +7,12 @@
 #define FATTN_BACK_PREP_THREADS 256
 #define FATTN_BACK_PREP_COLPART (3 * FATTN_BACK_MMA_MAX_D + 1)
 
-// State of a tile, and which of its keys some row sees. Grid: key tiles, query blocks, mask heads * sequences; block: one thread a key.
-static __global__ void __launch_bounds__(FATTN_BACK_MMA_KEYS) flash_attn_back_mask_tiles(const fattn_back_mma_params p) {
-    const int kt   = blockIdx.x;
+// State of a granule of keys, and which of them some row sees. Grid: granules, query blocks, mask heads * sequences; block: one thread a key.
+static __global__ void __launch_bounds__(FATTN_BACK_MMA_GRANULE) flash_attn_back_mask_tiles(const fattn_back_mma_params p) {
     const int qb   = blockIdx.y;
     const int mh   = blockIdx.z % p.a.mask_nheads;
     const int ms   = blockIdx.z / p.a.mask_nheads;
-    const int key  = kt * FATTN_BACK_MMA_KEYS + threadIdx.x;
+    const int key  = blockIdx.x * FATTN_BACK_MMA_GRANULE + threadIdx.x;
     const int i0   = qb * FATTN_BACK_MMA_ROWS;
     const int rows = min(FATTN_BACK_MMA_ROWS, p.a.N - i0);
 
@@ -28,8 +27,8 @@ static __global__ void __launch_bounds__(FATTN_BACK_MMA_KEYS) flash_attn_back_ma
             read             = read || (x & 0x7FFF) != 0;
         }
     }
-    const int64_t tile                               = ((int64_t) blockIdx.z * p.QB + qb) * p.KT + kt;
-    p.seen[tile * FATTN_BACK_MMA_KEYS + threadIdx.x] = seen;
+    const int64_t tile                                  = ((int64_t) blockIdx.z * p.QB + qb) * gridDim.x + blockIdx.x;
+    p.seen[tile * FATTN_BACK_MMA_GRANULE + threadIdx.x] = seen;
 
     const bool any_seen = __syncthreads_or(seen);
     const bool any_read = __syncthreads_or(read);
@@ -95,7 +94,7 @@ static __global__ void __launch_bounds__(FATTN_BACK_PREP_THREADS) flash_attn_bac
         hi[c] = -INFINITY;
     }
     if (row < nrows) {
-        constexpr int nu = 4; // keys in flight
+        constexpr int nu = 2; // keys in flight
         for (int key = key0 + row; key < key1; key += nu * nrows) {
             float x[nu][8];
 #pragma unroll
@@ -291,7 +290,8 @@ static __host__ __device__ int fattn_back_prep_row_threads(const int P) {
                                  : 8;
 }
 
-// Q (z = 0) and dO (z = 1), rows scaled by their norm, and their products with the means. Grid: blocks of rows, units, 2.
+// Q (z = 0) and dO (z = 1), rows scaled by their norm, and their products with the means; the smallest exponent is that of the longest row.
+// Grid: blocks of rows, units, 2.
 // Rows without a query are 0.
 static __global__ void __launch_bounds__(FATTN_BACK_PREP_THREADS) flash_attn_back_convert_rows(const fattn_back_mma_params p) {
     const int lunit            = blockIdx.y;
@@ -366,30 +366,20 @@ static __global__ void __launch_bounds__(FATTN_BACK_PREP_THREADS) flash_attn_bac
             (is_dO ? p.dot_dO : p.dot_q)[r] = dot;
         }
     }
-}
 
-// Smallest exponents of Q's and dO's rows. Grid: units.
-static __global__ void __launch_bounds__(FATTN_BACK_PREP_THREADS) flash_attn_back_min_exponents(const fattn_back_mma_params p) {
-    const int64_t offset = blockIdx.x * p.rows();
-    float q              = 127.0f;
-    float dO             = 127.0f;
-    for (int64_t r = threadIdx.x; r < p.rows(); r += FATTN_BACK_PREP_THREADS) {
-        q  = fminf(q, p.exp_q[offset + r]);
-        dO = fminf(dO, p.exp_dO[offset + r]);
-    }
-    __shared__ float red[2][FATTN_BACK_PREP_THREADS];
-    red[0][threadIdx.x] = q;
-    red[1][threadIdx.x] = dO;
+    __shared__ float red[FATTN_BACK_PREP_THREADS];
+    red[threadIdx.x] = row < p.rows() ? e : 127.0f;
     __syncthreads();
-    for (int n = FATTN_BACK_PREP_THREADS / 2; n > 0; n /= 2) {
-        if (threadIdx.x < n) {
-            red[0][threadIdx.x] = fminf(red[0][threadIdx.x], red[0][threadIdx.x + n]);
-            red[1][threadIdx.x] = fminf(red[1][threadIdx.x], red[1][threadIdx.x + n]);
+    if (threadIdx.x < WARP_SIZE) {
+        float x = red[threadIdx.x];
+        for (int i = threadIdx.x + WARP_SIZE; i < FATTN_BACK_PREP_THREADS; i += WARP_SIZE) {
+            x = fminf(x, red[i]);
         }
-        __syncthreads();
-    }
-    if (threadIdx.x == 0) {
-        p.exp_q_min[blockIdx.x]  = red[0][0];
-        p.exp_dO_min[blockIdx.x] = red[1][0];
+        for (int k = WARP_SIZE / 2; k > 0; k /= 2) {
+            x = fminf(x, __shfl_xor_sync(0xFFFFFFFF, x, k));
+        }
+        if (threadIdx.x == 0) {
+            atomicMin((is_dO ? p.exp_dO_min : p.exp_q_min) + lunit, (int) x); // in any order
+        }
     }
 }
