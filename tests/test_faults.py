@@ -282,9 +282,8 @@ def pyharness(*words: str, **options: object) -> subprocess.Popen[str]:
 def test_two_runs_at_once_write_two_whole_receipts(tmp_path: Path, library: ggml.Library) -> None:
     words = ("oracle", "--libs", str(library.directory), "-b", "CPU", "-o", CASE, "--receipts", str(tmp_path))
     runs = [pyharness(*words, "--seed", str(seed)) for seed in range(2)]
-    for run in runs:
-        output, error = run.communicate(timeout=300)
-        assert run.returncode == 0, output + error
+    outputs = [run.communicate(timeout=300) for run in runs]
+    assert [run.returncode for run in runs] == [0, 0], outputs
     receipts = list(tmp_path.glob("*.json"))
     assert len(receipts) == 2
     for path in receipts:
@@ -421,6 +420,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
             "CONFIG_FILE": os.devnull,
             "NO_CACHE_DIR": "1",
             "RETRIES": "0",
+            "TIMEOUT": "60",
             "INDEX_URL": address,
         }.items():
             monkeypatch.setenv(f"PIP_{name}", value)
