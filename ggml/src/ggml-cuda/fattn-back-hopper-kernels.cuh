@@ -4,6 +4,7 @@
 //
 //   queries   owns rows of queries, streams K and V: LSE, D and dQ
 //   keys      owns rows of keys, streams Q and dO of the group's heads: dK and dV
+//   dq        owns rows of queries, streams K and the dS that keys has left in the workspace: dQ
 //
 // A block is one producer warp, which walks the tiles that the mask leaves and copies them into a ring, and warpgroups that own 64 rows
 // each. S and dP (keys: transposed) have the own rows as rows, so that P and dS are operands straight from the accumulators.
@@ -15,7 +16,8 @@
 // running estimate Dt of D
 //     A = sum_j E (dP - Dt) K    B = sum_j E K    dQ = (A + (Dt - D) B) / sum_j E
 // When Dt moves, A takes the difference times B. Dt follows D while the row's mass grows, so that A does not cancel.
-// With head size 256 A and B do not fit the registers: queries runs once for LSE and D, and again for dQ.
+// With head size 256 A and B do not fit the registers: queries runs once for LSE and D, and dQ is formed by queries again, or by dq
+// where there are few queries and many keys. Then all operands are there for a range of keys at a time.
 
 #include "fattn-back-common.cuh"
 #include "fattn-back-hopper-ptx.cuh"
@@ -52,6 +54,8 @@ struct fattn_back_hopper_params {
     int KT;    // key tiles
     int unit0; // first unit whose operands are in the workspace
     int units;
+    int kt0;    // first key tile whose operands are in the workspace
+    int kts;    // key tiles from there on
     int band_q; // heads, units of a band
     int band_k;
 
@@ -65,8 +69,9 @@ struct fattn_back_hopper_params {
     float * mean_k;   // [S*Hkv][256]
     float * mean_v;
     float4 * scale;    // [S*Hkv] powers of two: of Q, K (with the sign of the scale), V, and of the longest row of dO
-    half * k;        // [units][KT] tiles of (K - mean)*scale
+    half * k;        // [units][kts] tiles of (K - mean)*scale
     half * v;
+    half * ds;       // [units*G][kts][QT] tiles of dS^T, keys in rows; NULL: dQ is formed without
     half * q;        // [units*G][QT] tiles of Q*scale
     half * dO;       // dO, every row with its own power of two
     float4 * rows;     // [units*G][64*QT] Q . mean(K), dO . mean(V), power of two of dO
@@ -98,9 +103,27 @@ static __device__ __forceinline__ uint32_t fattn_back_hopper_get_tile(
     return p.tiles[(((int64_t) s * p.a.mask_nheads + h) * p.QT + qt) * p.KT + kt];
 }
 
+// first key tile of keys: of the window, or of those in the workspace
+static __device__ __forceinline__ int fattn_back_hopper_first_key(const fattn_back_hopper_params & p) {
+    return max(p.a.kv_first / FATTN_BACK_HOPPER_ROWS, p.kt0);
+}
+
+static __device__ __forceinline__ int fattn_back_hopper_last_key(const fattn_back_hopper_params & p) {
+    return min(p.KT, p.kt0 + p.kts);
+}
+
+// dS is an operand of a tile of its own
+#define FATTN_BACK_HOPPER_DS (FATTN_BACK_HOPPER_ROWS * FATTN_BACK_HOPPER_ROWS * 2) // bytes
+
+static __device__ __forceinline__ char * fattn_back_hopper_ds(
+    const fattn_back_hopper_params & p, const int lhead, const int qt, const int kt) {
+    return (char *) p.ds + (((int64_t) lhead * p.kts + kt - p.kt0) * p.QT + qt) * FATTN_BACK_HOPPER_DS;
+}
+
 // Shared memory of a block: nwg own tiles of two operands, rings of n1 and n2 streamed tiles. Of the first operands (Q, K) a tile is
 // followed by its low halves if split. alias: the own tiles move to registers, and the second ring takes their place.
-template <int D, int nwg, int n1, int n2, int nextra, bool split, bool alias = false>
+// with_exchange: P of two tiles passes between warpgroups.
+template <int D, int nwg, int n1, int n2, bool split, bool alias = false, bool with_exchange = false>
 struct fattn_back_hopper_smem {
     static_assert(!alias || (!split && n2 <= 2 * nwg), "the second ring does not fit the own tiles");
     static constexpr int tile     = FATTN_BACK_HOPPER_ROWS * D * 2;
@@ -110,7 +133,8 @@ struct fattn_back_hopper_smem {
     static constexpr int ring1    = own2 + nwg * tile;
     static constexpr int ring2    = alias ? own1 : ring1 + n1 * tile1;
     static constexpr int extra    = ring1 + n1 * tile1 + (alias ? 0 : n2 * tile);
-    static constexpr int stat     = extra + nextra;
+    static constexpr int exchange = FATTN_BACK_HOPPER_ROWS * FATTN_BACK_HOPPER_ROWS * 4;
+    static constexpr int stat     = extra + (with_exchange ? 2 * exchange : 0);
     static constexpr int meta     = stat + n1 * 2 * FATTN_BACK_HOPPER_ROWS * 4;
     static constexpr int bars     = meta + n1 * 16;
     static constexpr int own      = bars;            // own tiles are here
@@ -119,8 +143,7 @@ struct fattn_back_hopper_smem {
     static constexpr int empty1   = full1 + n1 * 8;
     static constexpr int full2    = empty1 + n1 * 8;
     static constexpr int empty2   = full2 + n2 * 8;
-    static constexpr int pair     = empty2 + n2 * 8;   // four barriers between two warpgroups
-    static constexpr int bytes    = pair + 4 * 8;
+    static constexpr int bytes    = empty2 + n2 * 8;
     static constexpr int stages1  = n1;
     static constexpr int stages2  = n2;
     static constexpr int groups   = nwg;
@@ -143,48 +166,70 @@ struct fattn_back_hopper_ring {
     }
 };
 
+// nthreads: of the block, that read tiles
 template <typename L>
-static __device__ __forceinline__ void fattn_back_hopper_init(const uint32_t smem, const int nwarps) {
+static __device__ __forceinline__ void fattn_back_hopper_init(const uint32_t smem, const int nthreads) {
     if (threadIdx.x == 0) {
         hopper_barrier_init(smem + L::own, 1);
-        hopper_barrier_init(smem + L::moved, nwarps);
+        hopper_barrier_init(smem + L::moved, nthreads);
         for (int i = 0; i < L::stages1; ++i) {
             hopper_barrier_init(smem + L::full1 + 8 * i, 1);
-            hopper_barrier_init(smem + L::empty1 + 8 * i, nwarps);
+            hopper_barrier_init(smem + L::empty1 + 8 * i, nthreads);
         }
         for (int i = 0; i < L::stages2; ++i) {
             hopper_barrier_init(smem + L::full2 + 8 * i, 1);
-            hopper_barrier_init(smem + L::empty2 + 8 * i, nwarps);
-        }
-        for (int i = 0; i < 4; ++i) {
-            hopper_barrier_init(smem + L::pair + 8 * i, 4);
+            hopper_barrier_init(smem + L::empty2 + 8 * i, nthreads);
         }
         hopper_barrier_init_done();
     }
     __syncthreads();
 }
 
+// Calls f(t, states) for the tiles t in [first, last) that some of the tiles t0, .. t0 + n - 1 sees, in order; states: two bits each.
+// keys: t0 is a key tile.
+template <bool keys, int n, typename F>
+static __device__ __forceinline__ void fattn_back_hopper_walk(
+    const fattn_back_hopper_params & p, const int lhead, const int t0, const int first, const int last, F f) {
+    for (int base = first; base < last; base += 32) {
+        const int t     = base + threadIdx.x % 32;
+        uint32_t states = 0;
+        for (int w = 0; w < n; ++w) {
+            if (t < last && t0 + w < (keys ? p.KT : p.QT)) {
+                states |= fattn_back_hopper_get_tile(p, lhead, keys ? t : t0 + w, keys ? t0 + w : t) << (2 * w);
+            }
+        }
+        uint32_t todo = __ballot_sync(0xFFFFFFFF, states != 0);
+        while (todo != 0) {
+            const int b = __ffs(todo) - 1;
+            todo &= todo - 1;
+            f(base + b, __shfl_sync(0xFFFFFFFF, states, b));
+        }
+    }
+}
+
 // The producer warp: own tiles t0, t0 + 1, .. of x1 and x2, then for heads lhead0 .. lhead0 + nheads - 1 the streamed tiles of y1 and y2.
-// stat: also the rows' statistics. keys: the own tiles are keys.
+// keys: the own tiles are keys, and the rows' statistics are streamed, too.
 template <typename L, bool keys>
 static __device__ __forceinline__ void fattn_back_hopper_produce(
     const fattn_back_hopper_params & p, char * smem_ptr, const int unit, const int t0, const int lhead0, const int nheads) {
-    const uint32_t smem  = hopper_smem(smem_ptr);
-    const int lane       = threadIdx.x % 32;
-    const int n_own      = keys ? p.KT : p.QT;
-    const int n_streamed = keys ? p.QT : p.KT;
+    const uint32_t smem = hopper_smem(smem_ptr);
+    const int lane      = threadIdx.x % 32;
 
-    const auto tiles = [](const half * x, const int64_t n, const int bytes) {
-        return (const char *) x + n * bytes;
+    // tile t of a unit's or of a head's
+    const auto key_tile = [&](const half * x, const int t, const int bytes) {
+        return (const char *) x + ((int64_t) unit * p.kts + t - p.kt0) * bytes;
+    };
+    const auto query_tile = [&](const half * x, const int lhead, const int t, const int bytes) {
+        return (const char *) x + ((int64_t) lhead * p.QT + t) * bytes;
     };
     if (lane == 0) {
-        const char * x1 = keys ? tiles(p.k, (int64_t) unit * n_own, L::tile1) : tiles(p.q, (int64_t) lhead0 * n_own, L::tile1);
-        const char * x2 = keys ? tiles(p.v, (int64_t) unit * n_own, L::tile) : tiles(p.dO, (int64_t) lhead0 * n_own, L::tile);
         hopper_barrier_expect(smem + L::own, L::groups * (L::tile1 + L::tile));
         for (int w = 0; w < L::groups; ++w) {
-            const int64_t t = min(t0 + w, n_own - 1);
-            hopper_load(smem + L::own1 + w * L::tile1, x1 + t * L::tile1, L::tile1, smem + L::own);
-            hopper_load(smem + L::own2 + w * L::tile, x2 + t * L::tile, L::tile, smem + L::own);
+            const int t     = min(t0 + w, (keys ? fattn_back_hopper_last_key(p) : p.QT) - 1);
+            const char * x1 = keys ? key_tile(p.k, t, L::tile1) : query_tile(p.q, lhead0, t, L::tile1);
+            const char * x2 = keys ? key_tile(p.v, t, L::tile) : query_tile(p.dO, lhead0, t, L::tile);
+            hopper_load(smem + L::own1 + w * L::tile1, x1, L::tile1, smem + L::own);
+            hopper_load(smem + L::own2 + w * L::tile, x2, L::tile, smem + L::own);
         }
     }
 
@@ -194,45 +239,35 @@ static __device__ __forceinline__ void fattn_back_hopper_produce(
     fattn_back_hopper_ring<L::stages1> r1;
     fattn_back_hopper_ring<L::stages2> r2;
     for (int lhead = lhead0; lhead < lhead0 + nheads; ++lhead) {
-        const char * y1 = keys ? tiles(p.q, (int64_t) lhead * n_streamed, L::tile1) : tiles(p.k, (int64_t) unit * n_streamed, L::tile1);
-        const char * y2 = keys ? tiles(p.dO, (int64_t) lhead * n_streamed, L::tile) : tiles(p.v, (int64_t) unit * n_streamed, L::tile);
-        const char * st = (const char *) (p.stat + (int64_t) lhead * n_streamed * 2 * FATTN_BACK_HOPPER_ROWS);
-        for (int base = 0; base < n_streamed; base += 32) {
-            uint32_t states = 0;
-            for (int w = 0; w < L::groups; ++w) {
-                if (base + lane < n_streamed && t0 + w < n_own) {
-                    const int t = base + lane;
-                    states |= fattn_back_hopper_get_tile(p, lhead, keys ? t : t0 + w, keys ? t0 + w : t) << (2 * w);
+        const int first = keys ? 0 : p.kt0;
+        const int last  = keys ? p.QT : fattn_back_hopper_last_key(p);
+        fattn_back_hopper_walk<keys, L::groups>(p, lhead, t0, first, last, [&](const int t, const uint32_t states) {
+            if (lane == 0) {
+                constexpr int nstat  = 2 * FATTN_BACK_HOPPER_ROWS * 4;
+                const uint32_t full1 = smem + L::full1 + 8 * r1.stage;
+                const uint32_t full2 = smem + L::full2 + 8 * r2.stage;
+                const char * y1      = keys ? query_tile(p.q, lhead, t, L::tile1) : key_tile(p.k, t, L::tile1);
+                const char * y2      = keys ? query_tile(p.dO, lhead, t, L::tile) : key_tile(p.v, t, L::tile);
+                hopper_barrier_wait(smem + L::empty1 + 8 * r1.stage, r1.parity ^ 1);
+                *(int4 *) (smem_ptr + L::meta + 16 * r1.stage) = make_int4(lhead, t, (int) states, 0);
+                hopper_barrier_expect(full1, L::tile1 + (keys ? nstat : 0));
+                hopper_load(smem + L::ring1 + r1.stage * L::tile1, y1, L::tile1, full1);
+                if (keys) {
+                    const char * stat = (const char *) p.stat + ((int64_t) lhead * p.QT + t) * nstat;
+                    hopper_load(smem + L::stat + r1.stage * nstat, stat, nstat, full1);
                 }
+                hopper_barrier_wait(smem + L::empty2 + 8 * r2.stage, r2.parity ^ 1);
+                hopper_barrier_expect(full2, L::tile);
+                hopper_load(smem + L::ring2 + r2.stage * L::tile, y2, L::tile, full2);
             }
-            uint32_t todo = __ballot_sync(0xFFFFFFFF, states != 0);
-            while (todo != 0) {
-                const int b = __ffs(todo) - 1;
-                todo &= todo - 1;
-                const uint32_t state = __shfl_sync(0xFFFFFFFF, states, b);
-                if (lane == 0) {
-                    const int64_t t = base + b;
-                    hopper_barrier_wait(smem + L::empty1 + 8 * r1.stage, r1.parity ^ 1);
-                    *(int4 *) (smem_ptr + L::meta + 16 * r1.stage) = make_int4(lhead, (int) t, (int) state, 0);
-                    hopper_barrier_expect(smem + L::full1 + 8 * r1.stage, L::tile1 + (keys ? 2 * FATTN_BACK_HOPPER_ROWS * 4 : 0));
-                    hopper_load(smem + L::ring1 + r1.stage * L::tile1, y1 + t * L::tile1, L::tile1, smem + L::full1 + 8 * r1.stage);
-                    if (keys) {
-                        hopper_load(smem + L::stat + r1.stage * 2 * FATTN_BACK_HOPPER_ROWS * 4, st + t * 2 * FATTN_BACK_HOPPER_ROWS * 4,
-                            2 * FATTN_BACK_HOPPER_ROWS * 4, smem + L::full1 + 8 * r1.stage);
-                    }
-                    hopper_barrier_wait(smem + L::empty2 + 8 * r2.stage, r2.parity ^ 1);
-                    hopper_barrier_expect(smem + L::full2 + 8 * r2.stage, L::tile);
-                    hopper_load(smem + L::ring2 + r2.stage * L::tile, y2 + t * L::tile, L::tile, smem + L::full2 + 8 * r2.stage);
-                }
-                __syncwarp();
-                r1.next();
-                r2.next();
-            }
-        }
+            __syncwarp();
+            r1.next();
+            r2.next();
+        });
     }
     if (lane == 0) {
         hopper_barrier_wait(smem + L::empty1 + 8 * r1.stage, r1.parity ^ 1);
-        *(int4 *) (smem_ptr + L::meta + 16 * r1.stage) = make_int4(-1, 0, 0, 0);
+        *(int4 *) (smem_ptr + L::meta + 16 * r1.stage) = make_int4(0, 0, -1, 0);
         hopper_barrier_arrive(smem + L::full1 + 8 * r1.stage);
     }
 }
@@ -287,6 +322,19 @@ static __device__ __forceinline__ void fattn_back_hopper_accumulate(float (&acc)
     hopper_wgmma_commit();
 }
 
+// acc[64 x 2*R] += a^T b; a[64 x 64] and b tiles in shared memory. One group.
+template <int R>
+static __device__ __forceinline__ void fattn_back_hopper_accumulate_t(float (&acc)[R], const uint32_t a, const uint32_t b) {
+    const uint64_t da = hopper_desc(a);
+    const uint64_t db = hopper_desc(b);
+    hopper_wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+        hopper_wgmma_cols(acc, da + hopper_step_cols(k), db + hopper_step_cols(k));
+    }
+    hopper_wgmma_commit();
+}
+
 // accumulators [64 x 64] to the operand of the next product
 static __device__ __forceinline__ void fattn_back_hopper_operand(uint32_t (&a)[16], const float (&x)[32]) {
 #pragma unroll
@@ -304,7 +352,10 @@ static __device__ __forceinline__ void fattn_back_hopper_mask(
     const int str0    = t_streamed * FATTN_BACK_HOPPER_ROWS + 2 * (lane % 4);
     const int h       = fattn_back_hopper_head(p, lhead);
     const int s       = fattn_back_hopper_seq(p, lhead);
-    const char * mask = p.a.mask == nullptr ? nullptr : p.a.mask + (s % p.a.mask_nseqs) * p.a.mask_nb_seq + (h % p.a.mask_nheads) * p.a.mask_nb_head;
+    const char * mask = p.a.mask;
+    if (mask != nullptr) {
+        mask += (s % p.a.mask_nseqs) * p.a.mask_nb_seq + (h % p.a.mask_nheads) * p.a.mask_nb_head;
+    }
 #pragma unroll
     for (int i = 0; i < 32; ++i) {
         const int own = own0 + (i % 4) / 2 * 8;
@@ -313,7 +364,8 @@ static __device__ __forceinline__ void fattn_back_hopper_mask(
         const int key = keys ? own : str;
         float x       = -INFINITY;
         if (q < p.a.N && key < p.a.M) {
-            x = mask == nullptr ? 0.0f : per_unit * __half2float(*(const half *) (mask + q * p.a.mask_nb_row + key * (int64_t) sizeof(half)));
+            const char * src = mask + q * p.a.mask_nb_row + key * (int64_t) sizeof(half);
+            x                = mask == nullptr ? 0.0f : per_unit * __half2float(*(const half *) src);
         }
         S[i] += x;
     }
@@ -358,6 +410,42 @@ static __device__ __forceinline__ void fattn_back_hopper_store_dv(
     }
 }
 
+// A row of accumulators [64 x D] of a query tile, times factor, to dQ; r: the thread's first or second. The first keys also bring what the
+// sink takes from it, others are added.
+template <int R>
+static __device__ __forceinline__ void fattn_back_hopper_store_dq(
+    const fattn_back_hopper_params & p, const float (&acc)[R], const float factor, const int r, const int lhead, const int q) {
+    const int h       = fattn_back_hopper_head(p, lhead);
+    const int64_t row = p.a.row(q, h, fattn_back_hopper_seq(p, lhead));
+    const int col     = 2 * (threadIdx.x % 4);
+    float sink        = 0.0f;
+    if (p.a.sinks != nullptr && p.a.sinks[h] != -INFINITY && p.kt0 == 0) {
+        sink = p.a.scale * p.a.D[row] * hopper_exp2((p.a.sinks[h] - p.a.LSE[row]) * FATTN_BACK_HOPPER_LOG2E);
+    }
+    const float * mean = p.mean_k + (int64_t) (p.unit0 + lhead / p.a.G) * FATTN_BACK_HOPPER_MAX_D + col;
+    float * dst        = p.a.dQ + row * (2 * R) + col;
+    // loads of several columns before the stores, which they could not pass
+#pragma unroll
+    for (int j0 = 0; j0 < R / 4; j0 += 8) {
+        float2 y[8];
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+            y[j] = make_float2(0.0f, 0.0f);
+            if (p.kt0 > 0) {
+                y[j] = *(const float2 *) (dst + 8 * (j0 + j));
+            } else if (sink != 0.0f) {
+                y[j] = make_float2(sink * mean[8 * (j0 + j) + 0], sink * mean[8 * (j0 + j) + 1]);
+            }
+        }
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+            y[j].x                           = fmaf(acc[4 * (j0 + j) + 2 * r + 0], factor, y[j].x);
+            y[j].y                           = fmaf(acc[4 * (j0 + j) + 2 * r + 1], factor, y[j].y);
+            *(float2 *) (dst + 8 * (j0 + j)) = y[j];
+        }
+    }
+}
+
 // sum or maximum over the four threads that share a row
 static __device__ __forceinline__ float fattn_back_hopper_quad_sum(float x) {
     x += __shfl_xor_sync(0xFFFFFFFF, x, 1);
@@ -370,20 +458,17 @@ static __device__ __forceinline__ float fattn_back_hopper_quad_max(float x) {
     return x;
 }
 
-// the warp no longer reads what these barriers guard
-static __device__ __forceinline__ void fattn_back_hopper_release(const uint32_t empty) {
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) {
-        hopper_barrier_arrive(empty);
+// What a streamed tile is: head, index, states. One lane reads for the warp: shared memory answers late while wgmma reads from it.
+struct fattn_back_hopper_meta {
+    int4 x;
+
+    __device__ __forceinline__ explicit fattn_back_hopper_meta(const char * src) {
+        x = threadIdx.x % 32 == 0 ? *(const int4 *) src : make_int4(0, 0, 0, 0);
     }
-}
-static __device__ __forceinline__ void fattn_back_hopper_release(const uint32_t empty1, const uint32_t empty2) {
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) {
-        hopper_barrier_arrive(empty1);
-        hopper_barrier_arrive(empty2);
+    __device__ __forceinline__ int get(const int y) const {
+        return __shfl_sync(0xFFFFFFFF, y, 0);
     }
-}
+};
 
 // Values of the queries that are the thread's columns of S^T. Shared memory answers late while wgmma reads from it, so they are asked for
 // before the waits that their use follows.
@@ -414,6 +499,33 @@ static __device__ __forceinline__ void fattn_back_hopper_ds_t(float (&dP)[32], c
     }
 }
 
+// product of a thread's part of rows of two accumulators; r: the row or the one 8 below
+static __device__ __forceinline__ float fattn_back_hopper_row_dot(const float (&x)[32], const float (&y)[32], const int r) {
+    float sum[2] = { 0.0f, 0.0f };
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+        sum[0] = fmaf(x[4 * j + 2 * r + 0], y[4 * j + 2 * r + 0], sum[0]);
+        sum[1] = fmaf(x[4 * j + 2 * r + 1], y[4 * j + 2 * r + 1], sum[1]);
+    }
+    return sum[0] + sum[1];
+}
+
+// accumulators times a factor for each of the thread's rows
+template <int R>
+static __device__ __forceinline__ void fattn_back_hopper_scale(float (&acc)[R], const float (&x)[2]) {
+    hopper_pin(acc);
+#pragma unroll
+    for (int i = 0; i < R; ++i) {
+        acc[i] *= x[i % 4 / 2];
+    }
+    hopper_pin(acc);
+}
+
+// what -LSE is stored with: P is an operand times 2^8 and times what makes up for the power of two of its row of dO
+static __device__ __forceinline__ float fattn_back_hopper_shift(const float4 scale, const float4 row) {
+    return FATTN_BACK_HOPPER_SHIFT_P + log2f(scale.w / row.z);
+}
+
 // factor from Q'K' to log2
 static __device__ __forceinline__ float fattn_back_hopper_unit(const fattn_back_hopper_params & p, const float4 scale) {
     return p.a.scale * FATTN_BACK_HOPPER_LOG2E / scale.x / scale.y;
@@ -424,22 +536,23 @@ static __device__ __forceinline__ float fattn_back_hopper_unit(const fattn_back_
 // dK and dV. Grid: units of a band, blocks of nwg key tiles of the window, bands. Block: nwg warpgroups with 64 keys each, then the
 // producer.
 template <int D, int nwg, int stages, int nregs, bool split>
-static __global__ void __launch_bounds__((nwg + 1) * 128, 1) flash_attn_back_hopper_keys(const __grid_constant__ fattn_back_hopper_params p) {
+static __global__ void __launch_bounds__((nwg + 1) * 128, 1) flash_attn_back_hopper_keys(
+    const __grid_constant__ fattn_back_hopper_params p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-    using L = fattn_back_hopper_smem<D, nwg, stages, stages, 0, split>;
+    using L = fattn_back_hopper_smem<D, nwg, stages, stages, split>;
     extern __shared__ __align__(1024) char smem_ptr[];
     const uint32_t smem = hopper_smem(smem_ptr);
     const int unit      = blockIdx.z * p.band_k + blockIdx.x;
     if (unit >= p.units || fattn_back_hopper_large(p, unit) != split) {
         return;
     }
-    fattn_back_hopper_init<L>(smem, 4 * nwg);
-    const int t0 = p.a.kv_first / FATTN_BACK_HOPPER_ROWS + blockIdx.y * nwg;
+    fattn_back_hopper_init<L>(smem, 128 * nwg);
+    const int t0 = fattn_back_hopper_first_key(p) + blockIdx.y * nwg;
     const int wg = __shfl_sync(0xFFFFFFFF, threadIdx.x / 128, 0); // uniform for the compiler, too
 
     if (wg == nwg) {
         if constexpr (nwg > 1) {
-            hopper_registers_dec<nwg == 3 ? 32 : 24>();
+            hopper_registers_dec<24>();
         }
         if (threadIdx.x / 32 == 4 * nwg) {
             fattn_back_hopper_produce<L, true>(p, smem_ptr, unit, t0, unit * p.a.G, p.a.G);
@@ -468,8 +581,9 @@ static __global__ void __launch_bounds__((nwg + 1) * 128, 1) flash_attn_back_hop
         int prev = -1;
         while (true) {
             hopper_barrier_wait(smem + L::full1 + 8 * ring.stage, ring.parity);
-            const int4 meta = *(const int4 *) (smem_ptr + L::meta + 16 * ring.stage);
-            if (meta.x < 0) {
+            const fattn_back_hopper_meta meta(smem_ptr + L::meta + 16 * ring.stage);
+            const int states = meta.get(meta.x.z);
+            if (states < 0) {
                 break;
             }
             float S[32];
@@ -481,7 +595,8 @@ static __global__ void __launch_bounds__((nwg + 1) * 128, 1) flash_attn_back_hop
             hopper_wgmma_wait<1>(); // dK of the previous tile
             hopper_pin(dS16);
             if (prev >= 0) {
-                fattn_back_hopper_release(smem + L::empty1 + 8 * prev, smem + L::empty2 + 8 * prev);
+                hopper_barrier_arrive(smem + L::empty1 + 8 * prev);
+                hopper_barrier_arrive(smem + L::empty2 + 8 * prev);
             }
             hopper_barrier_wait(smem + L::full2 + 8 * ring.stage, ring.parity);
             fattn_back_hopper_product<D, false>(dP, own2, smem + L::ring2 + ring.stage * L::tile);
@@ -490,8 +605,9 @@ static __global__ void __launch_bounds__((nwg + 1) * 128, 1) flash_attn_back_hop
             fattn_back_hopper_load_columns(col_stat, stat);
             hopper_wgmma_wait<1>(); // S
             hopper_pin(S);
-            if ((meta.z >> 2 * wg & 3) != FATTN_BACK_HOPPER_TILE_FULL) {
-                fattn_back_hopper_mask<true>(S, p, meta.x, t0 + wg, meta.y, fattn_back_hopper_slope(p, meta.x) / sc);
+            if ((states >> 2 * wg & 3) != FATTN_BACK_HOPPER_TILE_FULL) {
+                const int lhead = meta.get(meta.x.x);
+                fattn_back_hopper_mask<true>(S, p, lhead, t0 + wg, meta.get(meta.x.y), fattn_back_hopper_slope(p, lhead) / sc);
             }
             fattn_back_hopper_probs_t(S, sc, col_stat);
             fattn_back_hopper_load_columns(col_stat, stat + FATTN_BACK_HOPPER_ROWS * (int) sizeof(float));
@@ -522,22 +638,155 @@ static __global__ void __launch_bounds__((nwg + 1) * 128, 1) flash_attn_back_hop
 #endif // defined(__CUDA_ARCH_FEAT_SM90_ALL)
 }
 
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+
+// A warpgroup of keys_split: of S, P and dV (first), or of dP, dS and dK
+template <typename L, int D, bool split, bool ds, bool first>
+static __device__ __forceinline__ void fattn_back_hopper_keys_half(
+    const fattn_back_hopper_params & p, char * smem_ptr, const int unit, const int t0) {
+    constexpr int stages = L::stages1;
+    const uint32_t smem  = hopper_smem(smem_ptr);
+    const int warp       = threadIdx.x % 128 / 32;
+    const int lane       = threadIdx.x % 32;
+    const int col        = 2 * (lane % 4);
+    const float sc       = fattn_back_hopper_unit(p, p.scale[p.unit0 + unit]);
+
+    float acc[D / 2];
+#pragma unroll
+    for (int i = 0; i < D / 2; ++i) {
+        acc[i] = 0.0f;
+    }
+    uint32_t X16[16];
+
+    fattn_back_hopper_ring<stages> ring;
+    int pair = 0; // slot of the exchange; its barriers: 1 + pair for P is there, 3 + pair for it has been read
+    if constexpr (!first) {
+        hopper_named_arrive<256>(3);
+        hopper_named_arrive<256>(4);
+    }
+    hopper_barrier_wait(smem + L::own, 0);
+    int prev = -1;
+    while (true) {
+        hopper_barrier_wait(smem + L::full1 + 8 * ring.stage, ring.parity);
+        const fattn_back_hopper_meta meta(smem_ptr + L::meta + 16 * ring.stage);
+        const int states = meta.get(meta.x.z);
+        if (states < 0) {
+            break;
+        }
+        float X[32]; // S, then P; dP, then dS
+        if constexpr (first) {
+            fattn_back_hopper_product<D, split>(X, smem + L::own1, smem + L::ring1 + ring.stage * L::tile1);
+        } else {
+            hopper_barrier_wait(smem + L::full2 + 8 * ring.stage, ring.parity);
+            fattn_back_hopper_product<D, false>(X, smem + L::own2, smem + L::ring2 + ring.stage * L::tile);
+        }
+        float2 col_stat[8];
+        fattn_back_hopper_load_columns(
+            col_stat, smem + L::stat + ((2 * ring.stage + (first ? 0 : 1)) * FATTN_BACK_HOPPER_ROWS + col) * (int) sizeof(float));
+        hopper_wgmma_wait<1>(); // all of the previous tile
+        hopper_pin(X16);
+        if (stages > 1 && prev >= 0) {
+            hopper_barrier_arrive(smem + L::empty1 + 8 * prev);
+            hopper_barrier_arrive(smem + L::empty2 + 8 * prev);
+        }
+        hopper_wgmma_wait<0>();
+        hopper_pin(X);
+
+        const int exchange = L::extra + pair * L::exchange + warp * (L::exchange / 4);
+        float4 * slot      = (float4 *) (smem_ptr + exchange) + lane;
+        if constexpr (first) {
+            if ((states & 3) != FATTN_BACK_HOPPER_TILE_FULL) {
+                const int lhead = meta.get(meta.x.x);
+                fattn_back_hopper_mask<true>(X, p, lhead, t0, meta.get(meta.x.y), fattn_back_hopper_slope(p, lhead) / sc);
+            }
+            fattn_back_hopper_probs_t(X, sc, col_stat);
+            hopper_named_sync<256>(3 + pair);
+#pragma unroll
+            for (int i = 0; i < 8; ++i) {
+                slot[32 * i] = make_float4(X[4 * i + 0], X[4 * i + 1], X[4 * i + 2], X[4 * i + 3]);
+            }
+            hopper_named_arrive<256>(1 + pair);
+            fattn_back_hopper_operand(X16, X);
+            hopper_barrier_wait(smem + L::full2 + 8 * ring.stage, ring.parity);
+            fattn_back_hopper_accumulate(acc, X16, smem + L::ring2 + ring.stage * L::tile);
+        } else {
+            if (ds && prev >= 0) {
+                if (lane == 0) {
+                    hopper_store_wait(); // the copy of the previous dS has left the exchange
+                }
+                __syncwarp();
+                hopper_named_arrive<256>(3 + (pair ^ 1));
+            }
+            hopper_named_sync<256>(1 + pair);
+            float P[32];
+#pragma unroll
+            for (int i = 0; i < 8; ++i) {
+                *(float4 *) (P + 4 * i) = slot[32 * i];
+            }
+            fattn_back_hopper_ds_t(X, P, col_stat);
+            fattn_back_hopper_operand(X16, X);
+            if constexpr (ds) {
+                __syncwarp();
+                hopper_store_rows(X16, smem + exchange);
+                hopper_store_fence();
+                __syncwarp();
+                if (lane == 0) {
+                    hopper_store(fattn_back_hopper_ds(p, meta.x.x, meta.x.y, t0) + warp * (FATTN_BACK_HOPPER_DS / 4), smem + exchange,
+                        FATTN_BACK_HOPPER_DS / 4);
+                }
+            } else {
+                hopper_named_arrive<256>(3 + pair);
+            }
+            fattn_back_hopper_accumulate(acc, X16, smem + L::ring1 + ring.stage * L::tile1);
+        }
+        pair ^= 1;
+        if constexpr (stages == 1) {
+            hopper_wgmma_wait<0>();
+            hopper_barrier_arrive(smem + L::empty1);
+            hopper_barrier_arrive(smem + L::empty2);
+        }
+
+        prev = ring.stage;
+        ring.next();
+    }
+    hopper_wgmma_wait<0>();
+    hopper_pin(X16);
+    hopper_pin(acc);
+    if constexpr (first) {
+        hopper_named_sync<256>(3 + pair);
+        hopper_named_sync<256>(3 + (pair ^ 1));
+        fattn_back_hopper_store_dv(p, acc, unit, t0);
+    } else {
+        if constexpr (ds) {
+            if (lane == 0) {
+                hopper_store_wait();
+            }
+            __syncwarp();
+            if (prev >= 0) {
+                hopper_named_arrive<256>(3 + (pair ^ 1));
+            }
+        }
+        fattn_back_hopper_store_dk(p, acc, unit, t0);
+    }
+}
+
+#endif // defined(__CUDA_ARCH_FEAT_SM90_ALL)
+
 // dK and dV for D = 256, where a warpgroup's registers hold one of them: the first forms S, P and dV, the second dP, dS and dK.
-// P passes through shared memory from thread to thread, in F32. Grid: units of a band, key tiles
-// of the window, bands. Block: two warpgroups, the producer.
-template <int D, int stages, bool split>
+// P passes through shared memory from thread to thread, in F32. Grid: units of a band, key tiles of the window, bands. Block: two
+// warpgroups, the producer. ds: dS goes to the workspace.
+template <int D, int stages, bool split, bool ds>
 static __global__ void __launch_bounds__(3 * 128, 1) flash_attn_back_hopper_keys_split(const __grid_constant__ fattn_back_hopper_params p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-    constexpr int exchange = FATTN_BACK_HOPPER_ROWS * FATTN_BACK_HOPPER_ROWS * 4;
-    using L                = fattn_back_hopper_smem<D, 1, stages, stages, 2 * exchange, split>;
+    using L = fattn_back_hopper_smem<D, 1, stages, stages, split, false, true>;
     extern __shared__ __align__(1024) char smem_ptr[];
     const uint32_t smem = hopper_smem(smem_ptr);
     const int unit      = blockIdx.z * p.band_k + blockIdx.x;
     if (unit >= p.units || fattn_back_hopper_large(p, unit) != split) {
         return;
     }
-    fattn_back_hopper_init<L>(smem, 8);
-    const int t0 = p.a.kv_first / FATTN_BACK_HOPPER_ROWS + blockIdx.y;
+    fattn_back_hopper_init<L>(smem, 256);
+    const int t0 = fattn_back_hopper_first_key(p) + blockIdx.y;
     const int wg = __shfl_sync(0xFFFFFFFF, threadIdx.x / 128, 0); // uniform for the compiler, too
 
     if (wg == 2) {
@@ -547,108 +796,119 @@ static __global__ void __launch_bounds__(3 * 128, 1) flash_attn_back_hopper_keys
         }
     } else {
         hopper_registers_inc<split ? 224 : 240>();
-        const int tid = threadIdx.x % 128;
-        const int col = 2 * (tid % 4);
+        if (wg == 0) {
+            fattn_back_hopper_keys_half<L, D, split, ds, true>(p, smem_ptr, unit, t0);
+        } else {
+            fattn_back_hopper_keys_half<L, D, split, ds, false>(p, smem_ptr, unit, t0);
+        }
+    }
+#else
+    GGML_UNUSED_VARS(p);
+    NO_DEVICE_CODE;
+#endif // defined(__CUDA_ARCH_FEAT_SM90_ALL)
+}
+
+// Shared memory of dq: stages of a tile of K and nwg tiles of dS
+template <int D, int nwg, int n>
+struct fattn_back_hopper_smem_dq {
+    static constexpr int tile  = FATTN_BACK_HOPPER_ROWS * D * 2;
+    static constexpr int ds    = tile;
+    static constexpr int stage = ds + nwg * FATTN_BACK_HOPPER_DS;
+    static constexpr int meta  = n * stage;
+    static constexpr int full  = meta + n * 8;
+    static constexpr int empty = full + n * 8;
+    static constexpr int bytes = empty + n * 8;
+};
+
+// dQ from dS and K of the key tiles in the workspace, added to what came of the keys before. Grid: heads, blocks of nwg query tiles.
+// Block: nwg warpgroups with 64 queries each, then the producer.
+template <int D, int nwg, int stages>
+static __global__ void __launch_bounds__((nwg + 1) * 128, 1) flash_attn_back_hopper_dq(const __grid_constant__ fattn_back_hopper_params p) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+    using L = fattn_back_hopper_smem_dq<D, nwg, stages>;
+    extern __shared__ __align__(1024) char smem_ptr[];
+    const uint32_t smem = hopper_smem(smem_ptr);
+    const int lhead     = blockIdx.x;
+    const int unit      = lhead / p.a.G;
+    if (fattn_back_hopper_large(p, unit)) {
+        return;
+    }
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < stages; ++i) {
+            hopper_barrier_init(smem + L::full + 8 * i, 1);
+            hopper_barrier_init(smem + L::empty + 8 * i, 128 * nwg);
+        }
+        hopper_barrier_init_done();
+    }
+    __syncthreads();
+    const int t0 = blockIdx.y * nwg;
+    const int wg = __shfl_sync(0xFFFFFFFF, threadIdx.x / 128, 0); // uniform for the compiler, too
+    fattn_back_hopper_ring<stages> ring;
+
+    if (wg == nwg) {
+        if (threadIdx.x / 32 == 4 * nwg) {
+            const int last = fattn_back_hopper_last_key(p);
+            fattn_back_hopper_walk<false, nwg>(p, lhead, t0, p.kt0, last, [&](const int t, const uint32_t states) {
+                if (threadIdx.x % 32 == 0) {
+                    const uint32_t full = smem + L::full + 8 * ring.stage;
+                    const uint32_t dst  = smem + ring.stage * L::stage;
+                    hopper_barrier_wait(smem + L::empty + 8 * ring.stage, ring.parity ^ 1);
+                    *(int *) (smem_ptr + L::meta + 8 * ring.stage) = states;
+                    hopper_barrier_expect(full, L::tile + __popc((states | states >> 1) & 0x55555555) * FATTN_BACK_HOPPER_DS);
+                    const char * k = (const char *) p.k + ((int64_t) unit * p.kts + t - p.kt0) * L::tile;
+                    hopper_load(dst, k, L::tile, full);
+                    for (int w = 0; w < nwg; ++w) {
+                        if ((states >> 2 * w & 3) != FATTN_BACK_HOPPER_TILE_SKIP) {
+                            const char * ds = fattn_back_hopper_ds(p, lhead, t0 + w, t);
+                            hopper_load(dst + L::ds + w * FATTN_BACK_HOPPER_DS, ds, FATTN_BACK_HOPPER_DS, full);
+                        }
+                    }
+                }
+                __syncwarp();
+                ring.next();
+            });
+            if (threadIdx.x % 32 == 0) {
+                hopper_barrier_wait(smem + L::empty + 8 * ring.stage, ring.parity ^ 1);
+                *(int *) (smem_ptr + L::meta + 8 * ring.stage) = -1;
+                hopper_barrier_arrive(smem + L::full + 8 * ring.stage);
+            }
+        }
+    } else {
         float acc[D / 2];
 #pragma unroll
         for (int i = 0; i < D / 2; ++i) {
             acc[i] = 0.0f;
         }
-        uint32_t X16[16];
-
-        fattn_back_hopper_ring<stages> ring;
-        fattn_back_hopper_ring<2> pair;
-        hopper_barrier_wait(smem + L::own, 0);
         int prev = -1;
-
-        if (wg == 0) {
-            const float sc = fattn_back_hopper_unit(p, p.scale[p.unit0 + unit]);
-            while (true) {
-                hopper_barrier_wait(smem + L::full1 + 8 * ring.stage, ring.parity);
-                const int4 meta = *(const int4 *) (smem_ptr + L::meta + 16 * ring.stage);
-                if (meta.x < 0) {
-                    break;
-                }
-                float X[32]; // S, then P
-                fattn_back_hopper_product<D, split>(X, smem + L::own1, smem + L::ring1 + ring.stage * L::tile1);
-                float2 col_stat[8];
-                fattn_back_hopper_load_columns(col_stat, smem + L::stat + (2 * ring.stage * FATTN_BACK_HOPPER_ROWS + col) * (int) sizeof(float));
-                hopper_wgmma_wait<1>(); // all of the previous tile
-                hopper_pin(X16);
-                if (stages > 1 && prev >= 0) {
-                    fattn_back_hopper_release(smem + L::empty1 + 8 * prev, smem + L::empty2 + 8 * prev);
-                }
-                hopper_wgmma_wait<0>();
-                hopper_pin(X);
-                if ((meta.z & 3) != FATTN_BACK_HOPPER_TILE_FULL) {
-                    fattn_back_hopper_mask<true>(X, p, meta.x, t0, meta.y, fattn_back_hopper_slope(p, meta.x) / sc);
-                }
-                fattn_back_hopper_probs_t(X, sc, col_stat);
-                hopper_barrier_wait(smem + L::pair + 8 * (2 + pair.stage), pair.parity ^ 1);
-                float4 * P = (float4 *) (smem_ptr + L::extra + pair.stage * exchange) + tid;
-#pragma unroll
-                for (int i = 0; i < 8; ++i) {
-                    P[128 * i] = make_float4(X[4 * i + 0], X[4 * i + 1], X[4 * i + 2], X[4 * i + 3]);
-                }
-                fattn_back_hopper_release(smem + L::pair + 8 * pair.stage);
-                pair.next();
-                fattn_back_hopper_operand(X16, X);
-                hopper_barrier_wait(smem + L::full2 + 8 * ring.stage, ring.parity);
-                fattn_back_hopper_accumulate(acc, X16, smem + L::ring2 + ring.stage * L::tile);
-                if constexpr (stages == 1) {
-                    hopper_wgmma_wait<0>();
-                    fattn_back_hopper_release(smem + L::empty1, smem + L::empty2);
-                }
-
-                prev = ring.stage;
-                ring.next();
+        while (true) {
+            hopper_barrier_wait(smem + L::full + 8 * ring.stage, ring.parity);
+            const int states = __shfl_sync(0xFFFFFFFF, threadIdx.x % 32 == 0 ? *(const int *) (smem_ptr + L::meta + 8 * ring.stage) : 0, 0);
+            if (states < 0) {
+                break;
             }
-            hopper_wgmma_wait<0>();
-            hopper_pin(X16);
-            hopper_pin(acc);
-            fattn_back_hopper_store_dv(p, acc, unit, t0);
-        } else {
-            while (true) {
-                hopper_barrier_wait(smem + L::full1 + 8 * ring.stage, ring.parity);
-                if (((const int4 *) (smem_ptr + L::meta + 16 * ring.stage))->x < 0) {
-                    break;
-                }
-                hopper_barrier_wait(smem + L::full2 + 8 * ring.stage, ring.parity);
-                float X[32]; // dP, then dS
-                fattn_back_hopper_product<D, false>(X, smem + L::own2, smem + L::ring2 + ring.stage * L::tile);
-                float2 col_stat[8];
-                fattn_back_hopper_load_columns(
-                    col_stat, smem + L::stat + ((2 * ring.stage + 1) * FATTN_BACK_HOPPER_ROWS + col) * (int) sizeof(float));
-                hopper_wgmma_wait<1>(); // all of the previous tile
-                hopper_pin(X16);
-                if (stages > 1 && prev >= 0) {
-                    fattn_back_hopper_release(smem + L::empty1 + 8 * prev, smem + L::empty2 + 8 * prev);
-                }
+            if ((states >> 2 * wg & 3) != FATTN_BACK_HOPPER_TILE_SKIP) {
+                const uint32_t src = smem + ring.stage * L::stage;
+                fattn_back_hopper_accumulate_t(acc, src + L::ds + wg * FATTN_BACK_HOPPER_DS, src);
+                hopper_wgmma_wait<1>();
+            } else {
                 hopper_wgmma_wait<0>();
-                hopper_pin(X);
-                hopper_barrier_wait(smem + L::pair + 8 * pair.stage, pair.parity);
-                float P[32];
-#pragma unroll
-                for (int i = 0; i < 8; ++i) {
-                    *(float4 *) (P + 4 * i) = ((const float4 *) (smem_ptr + L::extra + pair.stage * exchange))[128 * i + tid];
-                }
-                fattn_back_hopper_ds_t(X, P, col_stat);
-                fattn_back_hopper_release(smem + L::pair + 8 * (2 + pair.stage));
-                pair.next();
-                fattn_back_hopper_operand(X16, X);
-                fattn_back_hopper_accumulate(acc, X16, smem + L::ring1 + ring.stage * L::tile1);
-                if constexpr (stages == 1) {
-                    hopper_wgmma_wait<0>();
-                    fattn_back_hopper_release(smem + L::empty1, smem + L::empty2);
-                }
-
-                prev = ring.stage;
-                ring.next();
             }
-            hopper_wgmma_wait<0>();
-            hopper_pin(X16);
-            hopper_pin(acc);
-            fattn_back_hopper_store_dk(p, acc, unit, t0);
+            if (prev >= 0) {
+                hopper_barrier_arrive(smem + L::empty + 8 * prev);
+            }
+            prev = ring.stage;
+            ring.next();
+        }
+        hopper_wgmma_wait<0>();
+        hopper_pin(acc);
+        const float4 scale = p.scale[p.unit0 + unit];
+        const float factor = p.a.scale / scale.y / scale.z / scale.w / (1 << FATTN_BACK_HOPPER_SHIFT_P);
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            const int q = (t0 + wg) * FATTN_BACK_HOPPER_ROWS + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4 + 8 * r;
+            if (q < p.a.N) {
+                fattn_back_hopper_store_dq(p, acc, factor, r, lhead, q);
+            }
         }
     }
 #else
@@ -664,7 +924,7 @@ static __global__ void __launch_bounds__((nwg + 1) * 128, 1) flash_attn_back_hop
     const __grid_constant__ fattn_back_hopper_params p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
     static_assert(!regs || mode == FATTN_BACK_HOPPER_STATS, "no registers left for Q and dO");
-    using L = fattn_back_hopper_smem<D, nwg, n1, n2, 0, split, regs>;
+    using L = fattn_back_hopper_smem<D, nwg, n1, n2, split, regs>;
     extern __shared__ __align__(1024) char smem_ptr[];
     const uint32_t smem = hopper_smem(smem_ptr);
     const int lhead     = blockIdx.z * p.band_q + blockIdx.x;
@@ -672,13 +932,13 @@ static __global__ void __launch_bounds__((nwg + 1) * 128, 1) flash_attn_back_hop
     if (unit >= p.units || ((split || mode == FATTN_BACK_HOPPER_DQ) && fattn_back_hopper_large(p, unit) != split)) {
         return;
     }
-    fattn_back_hopper_init<L>(smem, 4 * nwg);
+    fattn_back_hopper_init<L>(smem, 128 * nwg);
     const int t0 = (gridDim.y - 1 - blockIdx.y) * nwg;
     const int wg = __shfl_sync(0xFFFFFFFF, threadIdx.x / 128, 0);
 
     if (wg == nwg) {
         if constexpr (nwg > 1) {
-            hopper_registers_dec<nwg == 3 ? 32 : 24>();
+            hopper_registers_dec<24>();
         }
         if (threadIdx.x / 32 == 4 * nwg) {
             fattn_back_hopper_produce<L, false>(p, smem_ptr, unit, t0, lhead, 1);
@@ -711,14 +971,20 @@ static __global__ void __launch_bounds__((nwg + 1) * 128, 1) flash_attn_back_hop
 
         float m[2]    = { -INFINITY, -INFINITY }; // the maximum that E is relative to
         float l[2]    = { 0.0f, 0.0f };           // sum of E
-        float e[2]    = { 0.0f, 0.0f };           // sum of E dP
+        float e[2]    = { 0.0f, 0.0f };           // sum of E (dP - Dt)
         float Dt[2]   = { 0.0f, 0.0f };
         float lref[2] = { 0.0f, 0.0f };           // l when Dt was set
-        if constexpr (mode == FATTN_BACK_HOPPER_DQ) {
 #pragma unroll
-            for (int r = 0; r < 2; ++r) {
+        for (int r = 0; r < 2; ++r) {
+            if constexpr (mode == FATTN_BACK_HOPPER_DQ) {
                 m[r]  = stat[8 * r];
                 Dt[r] = stat[8 * r + FATTN_BACK_HOPPER_ROWS];
+            }
+            if (mode == FATTN_BACK_HOPPER_STATS && p.kt0 > 0 && stat[8 * r] != -INFINITY) { // the keys before count as one key
+                const int64_t i = ((int64_t) lhead * p.QT + min(t0 + wg, p.QT - 1)) * FATTN_BACK_HOPPER_ROWS + row + 8 * r;
+                m[r]            = fattn_back_hopper_shift(scale, p.rows[i]) - stat[8 * r];
+                l[r]            = threadIdx.x % 4 == 0 ? 1 << FATTN_BACK_HOPPER_SHIFT_E : 0.0f;
+                e[r]            = l[r] * stat[8 * r + FATTN_BACK_HOPPER_ROWS];
             }
         }
 
@@ -733,13 +999,14 @@ static __global__ void __launch_bounds__((nwg + 1) * 128, 1) flash_attn_back_hop
                 hopper_load_rows(Q16 + 4 * k, own1, k);
                 hopper_load_rows(dO16 + 4 * k, own2, k);
             }
-            fattn_back_hopper_release(smem + L::moved);
+            hopper_barrier_arrive(smem + L::moved);
         }
         int prev1 = -1;
         while (true) {
             hopper_barrier_wait(smem + L::full1 + 8 * ring1.stage, ring1.parity);
-            const int4 meta = *(const int4 *) (smem_ptr + L::meta + 16 * ring1.stage);
-            if (meta.x < 0) {
+            const fattn_back_hopper_meta meta(smem_ptr + L::meta + 16 * ring1.stage);
+            const int states = meta.get(meta.x.z);
+            if (states < 0) {
                 break;
             }
             float S[32];
@@ -758,7 +1025,7 @@ static __global__ void __launch_bounds__((nwg + 1) * 128, 1) flash_attn_back_hop
                 hopper_pin(dS16);
             }
             if (has_dq && n1 > 1 && prev1 >= 0) {
-                fattn_back_hopper_release(smem + L::empty1 + 8 * prev1);
+                hopper_barrier_arrive(smem + L::empty1 + 8 * prev1);
             }
             hopper_barrier_wait(smem + L::full2 + 8 * ring2.stage, ring2.parity);
             if constexpr (regs) {
@@ -770,10 +1037,10 @@ static __global__ void __launch_bounds__((nwg + 1) * 128, 1) flash_attn_back_hop
             hopper_wgmma_wait<1>(); // S
             hopper_pin(S);
             if constexpr (!has_dq) {
-                fattn_back_hopper_release(smem + L::empty1 + 8 * ring1.stage);
+                hopper_barrier_arrive(smem + L::empty1 + 8 * ring1.stage);
             }
-            if ((meta.z >> 2 * wg & 3) != FATTN_BACK_HOPPER_TILE_FULL) {
-                fattn_back_hopper_mask<false>(S, p, lhead, t0 + wg, meta.y, fattn_back_hopper_slope(p, lhead) / sc);
+            if ((states >> 2 * wg & 3) != FATTN_BACK_HOPPER_TILE_FULL) {
+                fattn_back_hopper_mask<false>(S, p, lhead, t0 + wg, meta.get(meta.x.y), fattn_back_hopper_slope(p, lhead) / sc);
             }
 
             if constexpr (mode == FATTN_BACK_HOPPER_DQ) {
@@ -784,64 +1051,61 @@ static __global__ void __launch_bounds__((nwg + 1) * 128, 1) flash_attn_back_hop
                 hopper_wgmma_wait<0>();
                 hopper_pin(dP);
             } else {
-                float alpha[2];
+                float x[2] = { -INFINITY, -INFINITY };
+#pragma unroll
+                for (int i = 0; i < 32; ++i) {
+                    x[i % 4 / 2] = fmaxf(x[i % 4 / 2], S[i]);
+                }
+                if (__any_sync(0xFFFFFFFF, x[0] * sc > m[0] + FATTN_BACK_HOPPER_LAZY || x[1] * sc > m[1] + FATTN_BACK_HOPPER_LAZY)) {
+                    float alpha[2] = { 1.0f, 1.0f };
+#pragma unroll
+                    for (int r = 0; r < 2; ++r) {
+                        x[r] = sc * fattn_back_hopper_quad_max(x[r]);
+                        if (x[r] > m[r] + FATTN_BACK_HOPPER_LAZY) {
+                            alpha[r] = hopper_exp2(m[r] - x[r]);
+                            m[r]     = x[r];
+                        }
+                        l[r] *= alpha[r];
+                        e[r] *= alpha[r];
+                        lref[r] *= alpha[r];
+                    }
+                    if constexpr (fused) {
+                        fattn_back_hopper_scale(A, alpha);
+                        fattn_back_hopper_scale(B, alpha);
+                    }
+                }
+                float sum[2] = { 0.0f, 0.0f };
 #pragma unroll
                 for (int r = 0; r < 2; ++r) {
-                    float x = -INFINITY;
-#pragma unroll
-                    for (int j = 0; j < 8; ++j) {
-                        x = fmaxf(x, fmaxf(S[4 * j + 2 * r + 0], S[4 * j + 2 * r + 1]));
-                    }
-                    x        = sc * fattn_back_hopper_quad_max(x);
-                    alpha[r] = 1.0f;
-                    if (x > m[r] + FATTN_BACK_HOPPER_LAZY) {
-                        alpha[r] = hopper_exp2(m[r] - x);
-                        m[r]     = x;
-                    }
                     const float base = m[r] == -INFINITY ? 0.0f : FATTN_BACK_HOPPER_SHIFT_E - m[r];
-                    float sum        = 0.0f;
 #pragma unroll
                     for (int j = 0; j < 8; ++j) {
                         S[4 * j + 2 * r + 0] = hopper_exp2(fmaf(S[4 * j + 2 * r + 0], sc, base));
                         S[4 * j + 2 * r + 1] = hopper_exp2(fmaf(S[4 * j + 2 * r + 1], sc, base));
-                        sum += S[4 * j + 2 * r + 0] + S[4 * j + 2 * r + 1];
+                        sum[r] += S[4 * j + 2 * r + 0] + S[4 * j + 2 * r + 1];
                     }
-                    l[r] = l[r] * alpha[r] + (fused ? fattn_back_hopper_quad_sum(sum) : sum);
                 }
                 if constexpr (fused) {
                     hopper_pin(S); // E is formed while dP is on its way, which with D = 256 has not paid
-                }
-                hopper_wgmma_wait<0>(); // dP
-                hopper_pin(dP);
-#pragma unroll
-                for (int r = 0; r < 2; ++r) {
-                    float sum[2] = { 0.0f, 0.0f };
-#pragma unroll
-                    for (int j = 0; j < 8; ++j) {
-                        sum[0] = fmaf(S[4 * j + 2 * r + 0], dP[4 * j + 2 * r + 0], sum[0]);
-                        sum[1] = fmaf(S[4 * j + 2 * r + 1], dP[4 * j + 2 * r + 1], sum[1]);
-                    }
-                    e[r] = e[r] * alpha[r] + (fused ? fattn_back_hopper_quad_sum(sum[0] + sum[1]) : sum[0] + sum[1]);
-                }
-                if constexpr (fused) {
-                    lref[0] *= alpha[0];
-                    lref[1] *= alpha[1];
                     // the warp's rows move together, so that they move seldom
-                    if (__any_sync(0xFFFFFFFF, l[0] > 1.5f * lref[0] || l[1] > 1.5f * lref[1] || alpha[0] != 1.0f || alpha[1] != 1.0f)) {
+                    if (__any_sync(0xFFFFFFFF, l[0] + sum[0] > 1.5f * lref[0] || l[1] + sum[1] > 1.5f * lref[1])) {
+                        hopper_wgmma_wait<0>(); // dP
+                        hopper_pin(dP);
+                        hopper_pin(A);
+                        hopper_pin(B);
                         float c[2];
 #pragma unroll
                         for (int r = 0; r < 2; ++r) {
-                            const float Dnew = l[r] > 0.0f ? e[r] / l[r] : 0.0f;
-                            c[r]             = (Dt[r] - Dnew) * alpha[r];
-                            Dt[r]            = Dnew;
-                            lref[r]          = l[r];
+                            lref[r]         = l[r] + sum[r];
+                            const float all = fattn_back_hopper_quad_sum(lref[r]);
+                            const float x   = fattn_back_hopper_quad_sum(e[r] + fattn_back_hopper_row_dot(S, dP, r) - Dt[r] * sum[r]);
+                            c[r]            = all > 0.0f ? -x / all : 0.0f;
+                            Dt[r] -= c[r];
+                            e[r] += c[r] * l[r];
                         }
-                        hopper_pin(A);
-                        hopper_pin(B);
 #pragma unroll
                         for (int i = 0; i < D / 2; ++i) {
-                            A[i] = fmaf(c[i % 4 / 2], B[i], A[i] * alpha[i % 4 / 2]);
-                            B[i] *= alpha[i % 4 / 2];
+                            A[i] = fmaf(c[i % 4 / 2], B[i], A[i]);
                         }
                         hopper_pin(A);
                         hopper_pin(B);
@@ -849,12 +1113,23 @@ static __global__ void __launch_bounds__((nwg + 1) * 128, 1) flash_attn_back_hop
                     fattn_back_hopper_operand(E16, S);
                     fattn_back_hopper_accumulate(B, E16, smem + L::ring1 + ring1.stage * L::tile1);
                 }
+                l[0] += sum[0];
+                l[1] += sum[1];
+                hopper_wgmma_wait<fused ? 1 : 0>(); // dP
+                hopper_pin(dP);
+                if constexpr (!fused) {
+                    e[0] += fattn_back_hopper_row_dot(S, dP, 0);
+                    e[1] += fattn_back_hopper_row_dot(S, dP, 1);
+                }
             }
-            fattn_back_hopper_release(smem + L::empty2 + 8 * ring2.stage);
+            hopper_barrier_arrive(smem + L::empty2 + 8 * ring2.stage);
             if constexpr (has_dq) {
 #pragma unroll
                 for (int i = 0; i < 32; ++i) {
                     dP[i] = S[i] * (dP[i] - Dt[i % 4 / 2]);
+                    if constexpr (fused) {
+                        e[i % 4 / 2] += dP[i];
+                    }
                 }
                 fattn_back_hopper_operand(dS16, dP);
                 fattn_back_hopper_accumulate(A, dS16, smem + L::ring1 + ring1.stage * L::tile1);
@@ -862,7 +1137,7 @@ static __global__ void __launch_bounds__((nwg + 1) * 128, 1) flash_attn_back_hop
 
             if constexpr (has_dq && n1 == 1) {
                 hopper_wgmma_wait<0>();
-                fattn_back_hopper_release(smem + L::empty1);
+                hopper_barrier_arrive(smem + L::empty1);
             }
 
             prev1 = ring1.stage;
@@ -890,58 +1165,41 @@ static __global__ void __launch_bounds__((nwg + 1) * 128, 1) flash_attn_back_hop
             if (t0 + wg >= p.QT) {
                 continue;
             }
-            const float4 x    = p.rows[((int64_t) lhead * p.QT + t0 + wg) * FATTN_BACK_HOPPER_ROWS + row + 8 * r];
-            const float sink  = p.a.sinks == nullptr ? -INFINITY : (p.a.sinks[h] - p.a.scale * x.x) * FATTN_BACK_HOPPER_LOG2E;
-            const float shift = FATTN_BACK_HOPPER_SHIFT_P + log2f(scale.w / x.z);
-            float psink;
-            float Draw;
-            float factor;    // of A
-            float fb = 0.0f; // of B
-            if constexpr (mode == FATTN_BACK_HOPPER_DQ) {
-                psink  = sink == -INFINITY ? 0.0f : hopper_exp2(sink + m[r] - shift);
-                Draw   = Dt[r] / scale.z / x.z + x.y;
-                factor = p.a.scale / scale.y / scale.z / scale.w / (1 << FATTN_BACK_HOPPER_SHIFT_P);
-            } else {
-                const float sum  = fused ? l[r] : fattn_back_hopper_quad_sum(l[r]);
-                const float sumd = fused ? e[r] : fattn_back_hopper_quad_sum(e[r]);
-                const float keys = sum > 0.0f ? m[r] - FATTN_BACK_HOPPER_SHIFT_E + log2f(sum) : -INFINITY; // LSE without the sink
-                const float top  = fmaxf(keys, sink);
-                const float lse  = top == -INFINITY ? -INFINITY : top + log2f(hopper_exp2(keys - top) + hopper_exp2(sink - top));
-                const float w    = keys == -INFINITY ? 0.0f : hopper_exp2(keys - lse) / sum;
-                psink            = sink == -INFINITY ? 0.0f : hopper_exp2(sink - lse);
-                const float Dc   = sumd * w - psink * x.y * scale.z * x.z;
-                Draw             = lse == -INFINITY ? 0.0f : Dc / scale.z / x.z + x.y;
-                factor           = w * p.a.scale / scale.y / scale.z / x.z;
-                fb               = factor * (Dt[r] - Dc);
+            float factor = p.a.scale / scale.y / scale.z / scale.w / (1 << FATTN_BACK_HOPPER_SHIFT_P); // of A
+            if constexpr (mode != FATTN_BACK_HOPPER_DQ) {
+                const float4 x    = p.rows[((int64_t) lhead * p.QT + t0 + wg) * FATTN_BACK_HOPPER_ROWS + row + 8 * r];
+                const bool sinks  = p.a.sinks != nullptr && p.kt0 == 0;
+                const float sink  = sinks ? (p.a.sinks[h] - p.a.scale * x.x) * FATTN_BACK_HOPPER_LOG2E : -INFINITY;
+                const float sum   = fattn_back_hopper_quad_sum(l[r]);
+                const float keys  = sum > 0.0f ? m[r] - FATTN_BACK_HOPPER_SHIFT_E + log2f(sum) : -INFINITY; // LSE without the sink
+                const float top   = fmaxf(keys, sink);
+                const float lse   = top == -INFINITY ? -INFINITY : top + log2f(hopper_exp2(keys - top) + hopper_exp2(sink - top));
+                const float w     = keys == -INFINITY ? 0.0f : hopper_exp2(keys - lse) / sum;
+                const float psink = sink == -INFINITY ? 0.0f : hopper_exp2(sink - lse);
+                const float Dc    = fattn_back_hopper_quad_sum(e[r] + Dt[r] * l[r]) * w - psink * x.y * scale.z * x.z;
+                factor            = w * p.a.scale / scale.y / scale.z / x.z;
+                if constexpr (fused) {
+#pragma unroll
+                    for (int i = 0; i < D / 4; ++i) {
+                        float & a = A[i / 2 * 4 + 2 * r + i % 2];
+                        a         = fmaf(Dt[r] - Dc, B[i / 2 * 4 + 2 * r + i % 2], a);
+                    }
+                }
                 if (threadIdx.x % 4 == 0) {
                     const bool valid                     = q < p.a.N && lse != -INFINITY;
-                    stat[8 * r]                          = valid ? shift - lse : -INFINITY;
+                    stat[8 * r]                          = valid ? fattn_back_hopper_shift(scale, x) - lse : -INFINITY;
                     stat[8 * r + FATTN_BACK_HOPPER_ROWS] = valid ? Dc : 0.0f;
                     if (q < p.a.N) {
                         const int64_t i = p.a.row(q, h, s);
                         p.a.LSE[i]      = lse == -INFINITY ? -INFINITY : lse * (1.0f / FATTN_BACK_HOPPER_LOG2E) + p.a.scale * x.x;
-                        p.a.D[i]        = Draw;
+                        p.a.D[i]        = lse == -INFINITY ? 0.0f : Dc / scale.z / x.z + x.y;
                     }
                 }
             }
             if constexpr (has_dq) {
+                __syncwarp(); // LSE and D are written
                 if (p.a.dQ != nullptr && q < p.a.N) {
-                    float * dst        = p.a.dQ + p.a.row(q, h, s) * D + 2 * (threadIdx.x % 4);
-                    const float R      = p.a.scale * psink * Draw;
-                    const float * mean = p.mean_k + (int64_t) (p.unit0 + unit) * FATTN_BACK_HOPPER_MAX_D + 2 * (threadIdx.x % 4);
-#pragma unroll
-                    for (int j = 0; j < D / 8; ++j) {
-                        float2 y = make_float2(A[4 * j + 2 * r + 0] * factor, A[4 * j + 2 * r + 1] * factor);
-                        if constexpr (fused) {
-                            y.x = fmaf(B[4 * j + 2 * r + 0], fb, y.x);
-                            y.y = fmaf(B[4 * j + 2 * r + 1], fb, y.y);
-                        }
-                        if (psink != 0.0f) {
-                            y.x = fmaf(R, mean[8 * j + 0], y.x);
-                            y.y = fmaf(R, mean[8 * j + 1], y.y);
-                        }
-                        *(float2 *) (dst + 8 * j) = y;
-                    }
+                    fattn_back_hopper_store_dq(p, A, factor, r, lhead, q);
                 }
             }
         }

@@ -7,7 +7,7 @@
 #define FATTN_BACK_HOPPER_PREP_THREADS 256
 #define FATTN_BACK_HOPPER_COLPART      (3 * FATTN_BACK_HOPPER_MAX_D + 1)
 #define FATTN_BACK_HOPPER_AMAX_K       8 // exponent of the largest |K - mean| as an operand
-#define FATTN_BACK_HOPPER_NORM_V       6 // exponent of the bound of a row of V - mean; a row of dO has a norm in [1, 2), so that |dP| <= 2^8
+#define FATTN_BACK_HOPPER_NORM_V       6 // exponent of the bound of a row of V - mean; a row of dO has a norm in [1, 2): |dP| <= 2^8
 
 // State of the tiles, and which keys some row sees. Grid: blocks of 256 keys, query tiles, mask heads * sequences; one thread a key.
 static __global__ void __launch_bounds__(FATTN_BACK_HOPPER_PREP_THREADS) flash_attn_back_hopper_mask_tiles(
@@ -66,7 +66,11 @@ static __global__ void __launch_bounds__(32) flash_attn_back_hopper_mask_used(co
 }
 
 static __device__ __forceinline__ bool fattn_back_hopper_used(const fattn_back_hopper_params & p, const int unit, const int key) {
-    return key < p.a.M && (p.used == nullptr || (p.used[(int64_t) p.a.mask_group(unit) * p.KT + key / FATTN_BACK_HOPPER_ROWS] >> key % FATTN_BACK_HOPPER_ROWS & 1) != 0);
+    if (p.used == nullptr || key >= p.a.M) {
+        return key < p.a.M;
+    }
+    const uint64_t used = p.used[(int64_t) p.a.mask_group(unit) * p.KT + key / FATTN_BACK_HOPPER_ROWS];
+    return (used >> key % FATTN_BACK_HOPPER_ROWS & 1) != 0;
 }
 
 // A row is loaded by D/8 threads, thread i takes the components [c, c + 4) and [c + 16, c + 20), c = first(i)
@@ -120,7 +124,7 @@ static __global__ void __launch_bounds__(FATTN_BACK_HOPPER_PREP_THREADS) flash_a
         x[1][c] = INFINITY;
         x[2][c] = -INFINITY;
     }
-#pragma unroll 4
+#pragma unroll 2
     for (int key = key0 + row; key < key1; key += nrows) {
         const bool used = fattn_back_hopper_used(p, unit, key);
         float y[8];
@@ -211,8 +215,15 @@ static __global__ void __launch_bounds__(4 * FATTN_BACK_HOPPER_MAX_D) flash_attn
         const float4 y = red[i][col];
         x              = make_float4(x.x + y.x, x.y + y.y, fminf(x.z, y.z), fmaxf(x.w, y.w));
     }
-    const float mean = x.y > 0.0f ? x.x / x.y : 0.0f;
-    const float dev  = x.y > 0.0f ? fmaxf(x.w - mean, mean - x.z) : 0.0f;
+    // A mean with few bits: x - mean is then exact for most x of a 16-bit type. With all its bits every x of a binade would be rounded by
+    // the same error, which would add up in D.
+    const ggml_type type = (is_v ? p.a.v : p.a.k).type;
+    const float exact    = x.y > 0.0f ? x.x / x.y : 0.0f;
+    const float spread   = x.y > 0.0f ? fmaxf(x.w - exact, exact - x.z) / 64.0f : 0.0f;
+    const float ulp      = x.y > 0.0f && (type == GGML_TYPE_F16 || type == GGML_TYPE_BF16) ? fmaxf(fabsf(x.w), fabsf(x.z)) / 1024.0f : 0.0f;
+    const float step     = exp2f(floorf(log2f(fmaxf(spread, ulp))));
+    const float mean     = step > 0.0f ? rintf(exact / step) * step : exact;
+    const float dev      = x.y > 0.0f ? fmaxf(x.w - mean, mean - x.z) : 0.0f;
     if (threadIdx.x < FATTN_BACK_HOPPER_MAX_D) {
         (is_v ? p.mean_v : p.mean_k)[(int64_t) (p.unit0 + blockIdx.x) * FATTN_BACK_HOPPER_MAX_D + col] = mean;
     }
@@ -233,8 +244,8 @@ static __global__ void __launch_bounds__(4 * FATTN_BACK_HOPPER_MAX_D) flash_attn
 }
 
 // A tile of K (y < units), V (y < 2*units), or of Q and dO of a head, with what their rows have in common with the means.
-// Keys that no row sees and padding are 0. Grid: max(key tiles, query tiles), 2*units + heads. split: K and Q in two halves, units whose
-// rows ask for it.
+// Keys that no row sees and padding are 0. Grid: max(key tiles, query tiles), 2*units + heads or, for further keys, without the heads.
+// split: K and Q in two halves, units whose rows ask for it.
 template <int D, bool split>
 static __global__ void __launch_bounds__(FATTN_BACK_HOPPER_PREP_THREADS) flash_attn_back_hopper_convert(
     const __grid_constant__ fattn_back_hopper_params p) {
@@ -244,21 +255,24 @@ static __global__ void __launch_bounds__(FATTN_BACK_HOPPER_PREP_THREADS) flash_a
     if (blockIdx.y < 2 * p.units) {
         const bool is_v = blockIdx.y >= p.units;
         const int lunit = blockIdx.y - (is_v ? p.units : 0);
-        if (blockIdx.x >= p.KT || (split && !fattn_back_hopper_large(p, lunit))) {
+        const int kt    = p.kt0 + blockIdx.x;
+        if (kt >= fattn_back_hopper_last_key(p) || (split && !fattn_back_hopper_large(p, lunit))) {
             return;
         }
         const int unit             = p.unit0 + lunit;
         const fattn_back_src & src = is_v ? p.a.v : p.a.k;
         const float scale          = is_v ? p.scale[p.unit0 + lunit].z : p.scale[p.unit0 + lunit].y;
-        half * tile                = (is_v ? p.v : p.k) + ((int64_t) lunit * p.KT + blockIdx.x) * (is_v ? FATTN_BACK_HOPPER_ROWS * D : size1);
+        const int size             = is_v ? FATTN_BACK_HOPPER_ROWS * D : size1;
+        half * tile                = (is_v ? p.v : p.k) + ((int64_t) lunit * p.kts + blockIdx.x) * size;
         float mean[8];
 #pragma unroll
         for (int c = 0; c < 8; ++c) {
-            mean[c] = (is_v ? p.mean_v : p.mean_k)[(int64_t) (p.unit0 + lunit) * FATTN_BACK_HOPPER_MAX_D + fattn_back_hopper_component(i, c)];
+            const int64_t j = (int64_t) (p.unit0 + lunit) * FATTN_BACK_HOPPER_MAX_D + fattn_back_hopper_component(i, c);
+            mean[c]         = is_v ? p.mean_v[j] : p.mean_k[j];
         }
 #pragma unroll 2
         for (int r = threadIdx.x / n; r < FATTN_BACK_HOPPER_ROWS; r += FATTN_BACK_HOPPER_PREP_THREADS / n) {
-            const int key   = blockIdx.x * FATTN_BACK_HOPPER_ROWS + r;
+            const int key   = kt * FATTN_BACK_HOPPER_ROWS + r;
             const bool used = fattn_back_hopper_used(p, unit, key);
             float x[8];
             fattn_back_load8(src, src.offset(min(key, p.a.M - 1), unit % p.a.Hkv, unit / p.a.Hkv), fattn_back_hopper_first(i), D, x);
@@ -395,7 +409,9 @@ static __global__ void __launch_bounds__(FATTN_BACK_HOPPER_PREP_THREADS) flash_a
     for (int s = 0; s < p.a.S; ++s) {
         for (int q = threadIdx.x; q < p.a.N; q += FATTN_BACK_HOPPER_PREP_THREADS) {
             const int64_t row = p.a.row(q, h, s);
-            sum -= expf(sink - p.a.LSE[row]) * p.a.D[row];
+            if (p.a.LSE[row] != -INFINITY) { // a sink of -INFINITY is none
+                sum -= expf(sink - p.a.LSE[row]) * p.a.D[row];
+            }
         }
     }
     sum = fattn_back_hopper_block_reduce(sum, false);

@@ -18,6 +18,17 @@ static __device__ __forceinline__ uint32_t hopper_smem(const void * p) {
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
+// barrier of n threads of the block: arrive, and wait for the others as well
+template <int n>
+static __device__ __forceinline__ void hopper_named_arrive(const int id) {
+    asm volatile("barrier.cta.arrive %0, %1;" ::"r"(id), "n"(n) : "memory");
+}
+
+template <int n>
+static __device__ __forceinline__ void hopper_named_sync(const int id) {
+    asm volatile("barrier.cta.sync %0, %1;" ::"r"(id), "n"(n) : "memory");
+}
+
 static __device__ __forceinline__ void hopper_barrier_init(const uint32_t bar, const int count) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(count) : "memory");
 }
@@ -54,7 +65,24 @@ static __device__ __forceinline__ void hopper_barrier_wait(const uint32_t bar, c
 
 // copies bytes (a multiple of 16) that complete on the barrier
 static __device__ __forceinline__ void hopper_load(const uint32_t dst, const void * src, const uint32_t bytes, const uint32_t bar) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(dst), "l"(src), "r"(bytes), "r"(bar) : "memory");
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(dst), "l"(src), "r"(bytes),
+        "r"(bar) : "memory");
+}
+
+// makes what the thread wrote to shared memory visible to copies
+static __device__ __forceinline__ void hopper_store_fence() {
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// copies bytes (a multiple of 16) from shared memory; only the thread itself can wait for it
+static __device__ __forceinline__ void hopper_store(void * dst, const uint32_t src, const uint32_t bytes) {
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(dst), "r"(src), "r"(bytes) : "memory");
+    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+
+// waits until the thread's copies have read their sources
+static __device__ __forceinline__ void hopper_store_wait() {
+    asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 }
 
 template <int n>
@@ -180,6 +208,12 @@ static __device__ __forceinline__ void hopper_wgmma(float (&d)[R], const uint32_
     }
 }
 
+// d[64 x 256] += a[16 x 64]^T b[16 x 256], both in shared memory
+static __device__ __forceinline__ void hopper_wgmma_cols(float (&d)[128], const uint64_t a, const uint64_t b) {
+    asm volatile("wgmma.mma_async.sync.aligned.m64n256k16.f32.f16.f16 {" HOPPER_REGS_128 "}, %128, %129, 1, 1, 1, 1, 1;\n"
+        : HOPPER_ACC_128("+f", d, 0) : "l"(a), "l"(b));
+}
+
 // operand of the k-th step along the columns, rows 16*warp to 16*warp + 15 of a tile
 static __device__ __forceinline__ void hopper_load_rows(uint32_t * a, const uint32_t tile, const int k) {
     const int lane      = threadIdx.x % 32;
@@ -187,6 +221,18 @@ static __device__ __forceinline__ void hopper_load_rows(uint32_t * a, const uint
     const uint32_t addr = tile + k / 4 * FATTN_BACK_HOPPER_PANEL + row * 128 + ((2 * (k % 4) + lane / 16) ^ row % 8) * 16;
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
         : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3]) : "r"(addr) : "memory");
+}
+
+// accumulators of rows 16*warp to 16*warp + 15 and 64 columns as fp16 to these rows of a tile
+static __device__ __forceinline__ void hopper_store_rows(const uint32_t (&a)[16], const uint32_t rows) {
+    const int lane = threadIdx.x % 32;
+    const int row  = lane % 16;
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+        const uint32_t addr = rows + row * 128 + ((2 * k + lane / 16) ^ row % 8) * 16;
+        asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(addr), "r"(a[4 * k + 0]), "r"(a[4 * k + 1]),
+            "r"(a[4 * k + 2]), "r"(a[4 * k + 3]) : "memory");
+    }
 }
 
 // a load that stays where it is written

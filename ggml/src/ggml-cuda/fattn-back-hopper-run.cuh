@@ -12,11 +12,14 @@ struct fattn_back_hopper_plan {
     fattn_back_hopper_params p;
     bool always_split; // GGML_PREC_F32
     int units[2];     // of a pass, not split and split
+    int kts_stats;     // not split: key tiles that are in the workspace together, for LSE and D
+    int kts_ds;        // with dS, 0: dS is not kept
     size_t size;         // of the workspace, 0: one unit does not fit
 };
 
-// places the arrays in the workspace, returns its size; base may be NULL
-static size_t fattn_back_hopper_layout(fattn_back_hopper_params & p, char * base, const int units, const bool split) {
+// places the arrays in the workspace, returns its size; base may be NULL. ds: with dS.
+static size_t fattn_back_hopper_layout(
+    fattn_back_hopper_params & p, char * base, const int units, const int kts, const bool split, const bool ds) {
     size_t size     = 0;
     const auto take = [&](auto *& ptr, const int64_t n) {
         ptr = (std::remove_reference_t<decltype(ptr)>) (base + size);
@@ -34,18 +37,57 @@ static size_t fattn_back_hopper_layout(fattn_back_hopper_params & p, char * base
     take(p.mean_v, total * FATTN_BACK_HOPPER_MAX_D);
     take(p.scale, total);
     take(p.large, total);
-    take(p.colparts, (int64_t) units * 2 * p.nparts * FATTN_BACK_HOPPER_COLPART);
     take(p.rowparts, heads * p.QT);
-    take(p.k, (int64_t) units * p.KT * FATTN_BACK_HOPPER_ROWS * p.a.Dk * (split ? 2 : 1));
-    take(p.v, (int64_t) units * p.KT * FATTN_BACK_HOPPER_ROWS * p.a.Dv);
     take(p.q, heads * p.QT * FATTN_BACK_HOPPER_ROWS * p.a.Dk * (split ? 2 : 1));
     take(p.dO, heads * p.QT * FATTN_BACK_HOPPER_ROWS * p.a.Dv);
     take(p.rows, heads * p.QT * FATTN_BACK_HOPPER_ROWS);
     take(p.stat, heads * p.QT * FATTN_BACK_HOPPER_ROWS * 2);
-    return size;
+    // from here on only for a while
+    const size_t start = size;
+    take(p.colparts, (int64_t) units * 2 * p.nparts * FATTN_BACK_HOPPER_COLPART);
+    const size_t end = size;
+    size             = start;
+    p.kts            = kts;
+    take(p.k, (int64_t) units * kts * FATTN_BACK_HOPPER_ROWS * p.a.Dk * (split ? 2 : 1));
+    take(p.v, (int64_t) units * kts * FATTN_BACK_HOPPER_ROWS * p.a.Dv);
+    if (ds) {
+        take(p.ds, heads * p.QT * kts * FATTN_BACK_HOPPER_ROWS * FATTN_BACK_HOPPER_ROWS);
+    }
+    return std::max(size, end);
 }
 
-static fattn_back_hopper_plan fattn_back_hopper_make_plan(const fattn_back_args & args, const bool always_split, const size_t limit) {
+// Where many keys meet few queries, dS of as many key tiles as there are multiprocessors fits the workspace, and dQ costs one product
+// instead of three. Under a causal mask the key tiles of a range have then much the same to do.
+static bool fattn_back_hopper_plan_ds(fattn_back_hopper_plan & plan, const size_t limit, const int nsm) {
+    fattn_back_hopper_params & p = plan.p;
+    const int total              = p.a.S * p.a.Hkv;
+    if (p.a.Dk != FATTN_BACK_HOPPER_MAX_D || p.a.dQ == nullptr || (p.a.dK == nullptr && p.a.dV == nullptr) || p.a.kv_count < p.a.M ||
+        p.KT < 4 * p.QT) {
+        return false;
+    }
+    for (int passes = 1; passes <= total; ++passes) {
+        const int units   = (total + passes - 1) / passes;
+        const int kts     = std::min(p.KT, nsm / units);
+        const size_t size = fattn_back_hopper_layout(p, nullptr, units, kts, false, true);
+        if (kts > 0 && size <= limit) {
+            size_t size_stats;
+            int ranges = 0;
+            do {
+                ranges++;
+                plan.kts_stats = (p.KT + ranges - 1) / ranges;
+                size_stats     = fattn_back_hopper_layout(p, nullptr, units, plan.kts_stats, false, false);
+            } while (size_stats > limit && ranges < p.KT);
+            plan.units[0] = units;
+            plan.kts_ds   = kts;
+            plan.size     = std::max(size, size_stats);
+            return plan.size <= limit;
+        }
+    }
+    return false;
+}
+
+static fattn_back_hopper_plan fattn_back_hopper_make_plan(
+    const fattn_back_args & args, const bool always_split, const size_t limit, const int nsm) {
     fattn_back_hopper_plan plan  = {};
     fattn_back_hopper_params & p = plan.p;
     p.a                          = args;
@@ -54,7 +96,13 @@ static fattn_back_hopper_plan fattn_back_hopper_make_plan(const fattn_back_args 
     p.nparts                     = std::min(512, p.KT);
     plan.always_split            = always_split;
     const int total              = args.S * args.Hkv;
-    for (int split = 0; split < 2; ++split) {
+    const bool ds                = !always_split && fattn_back_hopper_plan_ds(plan, limit, nsm);
+    if (!ds) {
+        plan.kts_stats = p.KT;
+        plan.kts_ds    = 0;
+        plan.size      = 0;
+    }
+    for (int split = ds ? 1 : 0; split < 2; ++split) {
         int passes = 0;
         size_t size;
         do {
@@ -64,7 +112,7 @@ static fattn_back_hopper_plan fattn_back_hopper_make_plan(const fattn_back_args 
             }
             passes++;
             plan.units[split] = (total + passes - 1) / passes;
-            size              = fattn_back_hopper_layout(p, nullptr, plan.units[split], split != 0);
+            size              = fattn_back_hopper_layout(p, nullptr, plan.units[split], p.KT, split != 0, false);
         } while (size > limit);
         plan.size = std::max(plan.size, size);
     }
@@ -91,7 +139,7 @@ static dim3 fattn_back_hopper_grid(const int n, const int band, const int ntiles
 
 template <int D, int nwg, int n1, int n2, int nregs, fattn_back_hopper_mode mode, bool regs, bool split>
 static void fattn_back_hopper_queries(const fattn_back_hopper_params & p, cudaStream_t stream) {
-    using L = fattn_back_hopper_smem<D, nwg, n1, n2, 0, split, regs>;
+    using L = fattn_back_hopper_smem<D, nwg, n1, n2, split, regs>;
     fattn_back_hopper_launch<flash_attn_back_hopper_queries<D, nwg, n1, n2, nregs, mode, regs, split>>(
         p, fattn_back_hopper_grid(p.units * p.a.G, p.band_q, (p.QT + nwg - 1) / nwg), (nwg + 1) * 128, L::bytes, stream);
 }
@@ -114,28 +162,44 @@ static void fattn_back_hopper_set_bands(fattn_back_hopper_params & p) {
 
 template <int D, int nwg, int stages, int nregs, bool split>
 static void fattn_back_hopper_keys(const fattn_back_hopper_params & p, cudaStream_t stream) {
-    using L = fattn_back_hopper_smem<D, nwg, stages, stages, 0, split>;
+    using L = fattn_back_hopper_smem<D, nwg, stages, stages, split>;
     fattn_back_hopper_launch<flash_attn_back_hopper_keys<D, nwg, stages, nregs, split>>(
         p, fattn_back_hopper_grid(p.units, p.band_k, (fattn_back_hopper_window(p) + nwg - 1) / nwg), (nwg + 1) * 128, L::bytes, stream);
 }
 
-template <int D, int stages, bool split>
+template <int D, int stages, bool split, bool ds>
 static void fattn_back_hopper_keys_split(const fattn_back_hopper_params & p, cudaStream_t stream) {
-    using L = fattn_back_hopper_smem<D, 1, stages, stages, 2 * FATTN_BACK_HOPPER_ROWS * FATTN_BACK_HOPPER_ROWS * 4, split>;
-    fattn_back_hopper_launch<flash_attn_back_hopper_keys_split<D, stages, split>>(
-        p, fattn_back_hopper_grid(p.units, p.band_k, fattn_back_hopper_window(p)), 3 * 128, L::bytes, stream);
+    using L          = fattn_back_hopper_smem<D, 1, stages, stages, split, false, true>;
+    const int ntiles = ds ? std::min(p.kts, p.KT - p.kt0) : fattn_back_hopper_window(p);
+    const int band   = ds ? p.units : p.band_k;
+    fattn_back_hopper_launch<flash_attn_back_hopper_keys_split<D, stages, split, ds>>(
+        p, fattn_back_hopper_grid(p.units, band, ntiles), 3 * 128, L::bytes, stream);
+}
+
+template <int D, int nwg, int stages>
+static void fattn_back_hopper_dq(const fattn_back_hopper_params & p, cudaStream_t stream) {
+    using L = fattn_back_hopper_smem_dq<D, nwg, stages>;
+    fattn_back_hopper_launch<flash_attn_back_hopper_dq<D, nwg, stages>>(
+        p, dim3(p.units * p.a.G, (p.QT + nwg - 1) / nwg), (nwg + 1) * 128, L::bytes, stream);
+}
+
+// K and V of the key tiles from kt0 on, and Q and dO if with_rows
+template <int D, bool split>
+static void fattn_back_hopper_convert(const fattn_back_hopper_params & p, const bool with_rows, cudaStream_t stream) {
+    const dim3 tiles(with_rows ? std::max(p.kts, p.QT) : p.kts, (with_rows ? 2 + p.a.G : 2) * p.units);
+    flash_attn_back_hopper_convert<D, split><<<tiles, FATTN_BACK_HOPPER_PREP_THREADS, 0, stream>>>(p);
+    CUDA_CHECK(cudaGetLastError());
 }
 
 template <int D, bool split>
 static void fattn_back_hopper_prep(const fattn_back_hopper_params & p, cudaStream_t stream) {
     const int n = FATTN_BACK_HOPPER_PREP_THREADS;
-    const dim3 tiles(std::max(p.KT, p.QT), (2 + p.a.G) * p.units);
-    if constexpr (split) {
-        flash_attn_back_hopper_convert<D, true><<<tiles, n, 0, stream>>>(p);
-    } else {
+    if constexpr (!split) {
         flash_attn_back_hopper_columns<D><<<dim3(p.nparts, p.units, 2), n, 0, stream>>>(p);
         flash_attn_back_hopper_means<<<dim3(p.units, 2), 4 * FATTN_BACK_HOPPER_MAX_D, 0, stream>>>(p, D);
-        flash_attn_back_hopper_convert<D, false><<<tiles, n, 0, stream>>>(p);
+    }
+    fattn_back_hopper_convert<D, split>(p, true, stream);
+    if constexpr (!split) {
         flash_attn_back_hopper_rescale<D><<<dim3(p.QT, p.a.G * p.units), n, 0, stream>>>(p);
     }
     CUDA_CHECK(cudaGetLastError());
@@ -159,7 +223,7 @@ static void fattn_back_hopper_main(const fattn_back_hopper_params & p, cudaStrea
             }
         }
         if (has_keys) {
-            fattn_back_hopper_keys_split<D, split ? 1 : 2, split>(p, stream);
+            fattn_back_hopper_keys_split<D, split ? 1 : 2, split, false>(p, stream);
         }
     } else {
         constexpr int stages = split ? 2 : 4;
@@ -170,12 +234,35 @@ static void fattn_back_hopper_main(const fattn_back_hopper_params & p, cudaStrea
     }
 }
 
+// All of a pass with dS in the workspace: LSE and D of ranges of keys, then dS, dK, dV and dQ of ranges of keys
+template <int D>
+static void fattn_back_hopper_pass_ds(
+    const fattn_back_hopper_plan & plan, fattn_back_hopper_params & p, char * workspace, cudaStream_t stream) {
+    fattn_back_hopper_layout(p, workspace, plan.units[0], plan.kts_stats, false, false);
+    fattn_back_hopper_set_bands(p);
+    for (p.kt0 = 0; p.kt0 < p.KT; p.kt0 += p.kts) {
+        if (p.kt0 == 0) {
+            fattn_back_hopper_prep<D, false>(p, stream);
+        } else {
+            fattn_back_hopper_convert<D, false>(p, false, stream);
+        }
+        fattn_back_hopper_queries<D, 2, 3, 4, 240, FATTN_BACK_HOPPER_STATS, true, false>(p, stream);
+    }
+    fattn_back_hopper_layout(p, workspace, plan.units[0], plan.kts_ds, false, true);
+    for (p.kt0 = 0; p.kt0 < p.KT; p.kt0 += p.kts) {
+        fattn_back_hopper_convert<D, false>(p, false, stream);
+        fattn_back_hopper_keys_split<D, 2, false, true>(p, stream);
+        fattn_back_hopper_dq<D, 2, 4>(p, stream);
+    }
+    p.kt0 = 0;
+}
+
 template <int D>
 static void fattn_back_hopper_passes(const fattn_back_hopper_plan & plan, char * workspace, cudaStream_t stream) {
     fattn_back_hopper_params p = plan.p;
     const int total            = p.a.S * p.a.Hkv;
     for (int split = 0; split < 2; ++split) {
-        fattn_back_hopper_layout(p, workspace, plan.units[split], split != 0);
+        fattn_back_hopper_layout(p, workspace, plan.units[split], split != 0 ? p.KT : plan.kts_stats, split != 0, false);
         if (split == 0 && p.a.mask != nullptr) {
             constexpr int n = FATTN_BACK_HOPPER_PREP_THREADS / FATTN_BACK_HOPPER_ROWS;
             const dim3 grid((p.KT + n - 1) / n, p.QT, p.a.mask_nheads * p.a.mask_nseqs);
@@ -189,6 +276,10 @@ static void fattn_back_hopper_passes(const fattn_back_hopper_plan & plan, char *
             if (split != 0) {
                 fattn_back_hopper_prep<D, true>(p, stream);
                 fattn_back_hopper_main<D, true>(p, stream);
+            } else if (plan.kts_ds > 0) {
+                if constexpr (D == FATTN_BACK_HOPPER_MAX_D) {
+                    fattn_back_hopper_pass_ds<D>(plan, p, workspace, stream);
+                }
             } else {
                 fattn_back_hopper_prep<D, false>(p, stream);
                 if (plan.always_split) {

@@ -21,6 +21,11 @@ static bool fattn_back_hopper_built(const int device) {
     return built[device] == 2;
 }
 
+static fattn_back_hopper_plan fattn_back_hopper_plan_of(const int device, const ggml_tensor * dst, const size_t limit) {
+    return fattn_back_hopper_make_plan(fattn_back_get_args(dst), ggml_flash_attn_back_decode(dst).prec == GGML_PREC_F32, limit,
+        ggml_cuda_info().devices[device].nsm);
+}
+
 const char * ggml_cuda_flash_attn_back_hopper_refusal(const int device, const ggml_tensor * dst) {
     const ggml_flash_attn_back_node node = ggml_flash_attn_back_decode(dst);
     const auto & info                    = ggml_cuda_info().devices[device];
@@ -37,15 +42,16 @@ const char * ggml_cuda_flash_attn_back_hopper_refusal(const int device, const gg
     if (const char * reason = fattn_back_fp16_refusal(node)) {
         return reason;
     }
+    if (node.S * node.H == 0) {
+        return "there are no heads";
+    }
     const ggml_tensor * mask = dst->src[GGML_FLASH_ATTN_BACK_SRC_MASK];
     const int64_t max_grid   = 65535; // in y and z
     if (node.S * (2 * node.Hkv + node.H) > max_grid || (mask != nullptr && mask->ne[2] * mask->ne[3] > max_grid) ||
         std::max(node.N, node.M) > max_grid * FATTN_BACK_HOPPER_ROWS) {
         return "more heads, masks, queries or keys than a grid holds";
     }
-    const fattn_back_hopper_plan plan = fattn_back_hopper_make_plan(
-        fattn_back_get_args(dst), node.prec == GGML_PREC_F32, fattn_back_workspace_limit());
-    if (plan.size == 0) {
+    if (fattn_back_hopper_plan_of(device, dst, fattn_back_workspace_limit()).size == 0) {
         return "the operands of one KV head do not fit the workspace";
     }
     // a block owns 128 queries of a head: other paths also divide the keys among blocks
@@ -55,15 +61,11 @@ const char * ggml_cuda_flash_attn_back_hopper_refusal(const int device, const gg
     return nullptr;
 }
 
-static fattn_back_hopper_plan fattn_back_hopper_plan_of(const ggml_tensor * dst, const size_t limit) {
-    return fattn_back_hopper_make_plan(fattn_back_get_args(dst), ggml_flash_attn_back_decode(dst).prec == GGML_PREC_F32, limit);
-}
-
-size_t ggml_cuda_flash_attn_back_hopper_workspace(const int, const ggml_tensor * dst, const size_t limit) {
-    const size_t size = fattn_back_hopper_plan_of(dst, limit).size;
+size_t ggml_cuda_flash_attn_back_hopper_workspace(const int device, const ggml_tensor * dst, const size_t limit) {
+    const size_t size = fattn_back_hopper_plan_of(device, dst, limit).size;
     return size > 0 ? size : SIZE_MAX;
 }
 
 void ggml_cuda_flash_attn_back_hopper(ggml_backend_cuda_context & ctx, ggml_tensor * dst, const size_t limit, char * workspace) {
-    fattn_back_hopper_run(fattn_back_hopper_plan_of(dst, limit), workspace, ctx.stream());
+    fattn_back_hopper_run(fattn_back_hopper_plan_of(ctx.device, dst, limit), workspace, ctx.stream());
 }
