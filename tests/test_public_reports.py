@@ -816,9 +816,10 @@ def test_u10_a_mask_of_8_gib(op: Operator) -> None:
             large.near(large.part("dk", (m - 64) * d, 64, d), given.scale * ds.T @ q, path)
 
 
-@pytest.mark.large(32)
-def test_u11_sequences_whose_keys_lie_2_31_elements_apart(op: Operator) -> None:
-    s, h, n, m, d = 9, 8, 64, 262144, 128
+@pytest.mark.large(40)
+@pytest.mark.parametrize(("s", "h", "m", "d"), [(9, 8, 262144, 128), (5, 64, 32768, 256)])
+def test_u11_sequences_whose_keys_lie_2_31_elements_apart(op: Operator, s: int, h: int, m: int, d: int) -> None:
+    n = 64
     with Large(op, (d, n, h, s), (d, m, h, s)) as large:
         run_last_head(large, s, h, n, m, d)
 
