@@ -41,7 +41,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TextIO
 
-from . import digest, errors, ggml, statement, stress, train
+from . import cuda, digest, errors, ggml, statement, stress, train
 from .cases import OP
 from .digest import ROOT
 
@@ -73,8 +73,6 @@ BESIDE = ("oracle", "hopper", "mma", "rows", "target", "repeat", "random", "sani
 ON_DEVICE = ("tests/test_public_reports.py", "tests/test_hand.py", "tests/test_invariants.py")
 ON_DEVICE_TRAINING = "tests/test_public_training.py"
 
-PATH = "GGML_CUDA_FATTN_BACK_PATH"
-
 SANITIZED = (
     "FLASH_ATTN_BACK(hsk=64,hsv=64,nh=4,nhkv=2,kv=97,nb=66)",
     "FLASH_ATTN_BACK(hsk=128,hsv=128,nh=2,nhkv=1,kv=160,nb=65,type_K=q8_0,type_V=q8_0,sinks=1)",
@@ -84,6 +82,10 @@ SANITIZED = (
     "FLASH_ATTN_BACK(hsk=192,hsv=128,nh=2,nhkv=1,kv=90,nb=20,mask=bias,max_bias=8,kv_first=64,kv_count=26)",
     "FLASH_ATTN_BACK(hsk=64,hsv=64,nh=2,nhkv=2,kv=30,nb=40,type_K=f32,type_V=f32,layout=strided,prec=f32)",
     "FLASH_ATTN_BACK(hsk=128,hsv=128,nh=2,nhkv=1,kv=300,nb=1,o=1)",
+    # what fills a device: the fused kernels of mma; dS in memory on hopper
+    "FLASH_ATTN_BACK(hsk=64,hsv=64,nh=22,nhkv=11,kv=200,nb=150,ns=4)",
+    "FLASH_ATTN_BACK(hsk=128,hsv=128,nh=22,nhkv=11,kv=200,nb=150,ns=4,type_K=q8_0,type_V=q8_0,sinks=1)",
+    "FLASH_ATTN_BACK(hsk=256,hsv=256,nh=3,nhkv=1,kv=600,nb=128)",
 )
 TOOLS = ("memcheck", "initcheck", "racecheck", "synccheck")
 FOUND = 99  # compute-sanitizer's exit code when it found something
@@ -341,7 +343,7 @@ def _path(path: str) -> Callable[[_Runner], dict[str, Any]]:
     def run_path(runner: _Runner) -> dict[str, Any]:
         if not runner.args.backend.startswith("CUDA"):
             return _state(errors.Environment.exit_code, f"{runner.args.backend} has no path {path}")
-        return _oracle(runner, env={PATH: path})
+        return _oracle(runner, env={cuda.KERNEL_PATH: path})
 
     return run_path
 
@@ -364,7 +366,7 @@ def _each_path(runner: _Runner, step: Callable[[_Runner, dict[str, str]], dict[s
         return step(runner, {})
     paths = ("", "mma", "rows")
     found = {
-        path or "chosen": step(runner.share(len(paths) - n), {PATH: path} if path else {})
+        path or "chosen": step(runner.share(len(paths) - n), {cuda.KERNEL_PATH: path} if path else {})
         for n, path in enumerate(paths)
     }
     worst = next(
@@ -532,7 +534,7 @@ def _sanitizer(runner: _Runner) -> dict[str, Any]:
         path, tool = item
         options_ = ("--tool", tool, "--error-exitcode", str(FOUND), "--print-limit", "20")
         words = ("oracle", "-b", runner.args.backend, "--no-receipt", "--no-monitor", "-o", ",".join(SANITIZED))
-        code, lines = runner.pyharness(*words, wrap=(program, *options_), env={PATH: path})
+        code, lines = runner.pyharness(*words, wrap=(program, *options_), env={cuda.KERNEL_PATH: path})
         summary = (line for line in reversed(lines) if "ERROR SUMMARY" in line or "RACECHECK SUMMARY" in line)
         return code, next(summary, _last(lines)).strip("= ")
 
@@ -556,6 +558,8 @@ def _perf(runner: _Runner) -> dict[str, Any]:
         str(args.seed),
         "--receipts",
         str(args.out),
+        "--peer",
+        "mma",
         "--peer",
         "unfused",
         "--peer",

@@ -19,12 +19,10 @@ from numpy.typing import ArrayLike, NDArray
 
 from pyharness import cases, ggml, oracle, reference
 from pyharness.cases import Case
+from pyharness.cuda import PATHS
 from pyharness.inputs import Inputs
 
 NINF: float = -np.inf
-
-KERNEL_PATH = "GGML_CUDA_FATTN_BACK_PATH"
-PATHS = ("hopper", "mma", "rows")  # of a CUDA device; the last one takes whatever the device does
 
 
 def case(text: str) -> Case:

@@ -9,9 +9,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from attention import KERNEL_PATH, PATHS, Operator
+from attention import Operator
 
 from pyharness import ggml
+from pyharness.cuda import KERNEL_PATH, PATHS
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

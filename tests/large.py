@@ -8,11 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from attention import KERNEL_PATH, PATHS, Operator, parameters
+from attention import Operator, parameters
 from numpy.typing import NDArray
 
 from pyharness import ggml, oracle
 from pyharness.cases import PARTS, TYPES
+from pyharness.cuda import KERNEL_PATH, PATHS
 from pyharness.inputs import Inputs
 
 F64 = NDArray[np.float64]

@@ -19,7 +19,7 @@ import pytest
 from attention import small
 from numpy.typing import NDArray
 
-from pyharness import cases, cli, errors, ggml, gpucheck, inputs, statement, stress
+from pyharness import cases, cli, cuda, errors, ggml, gpucheck, inputs, statement, stress
 from pyharness.cases import Case
 
 CASE = str(small())
@@ -165,7 +165,7 @@ def test_repeats_and_random_shapes_run_on_every_kernel_path_of_cuda(tmp_path: Pa
     runner = Fake(options(tmp_path, backend="CUDA0"), *ends)
     found = gpucheck._repeat(runner)
     assert (found["state"], found["text"]) == ("FAILED", "chosen: 5 of 5; mma: 4 of 5; rows: 3 of 3")
-    assert [env.get(gpucheck.PATH) for env in runner.env] == [None, "mma", "rows"]
+    assert [env.get(cuda.KERNEL_PATH) for env in runner.env] == [None, "mma", "rows"]
 
 
 @pytest.mark.parametrize(("tests", "state"), [("3/3 tests passed", "ok"), ("2/3 tests passed", "FAILED")])
