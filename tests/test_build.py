@@ -86,10 +86,11 @@ def preloaded(*names: str) -> str:
     return " ".join(libraries)
 
 
-def test_address_and_undefined_behaviour_sanitizers_find_nothing_in_any_case() -> None:
+def test_address_and_undefined_behaviour_sanitizers_find_nothing() -> None:
     libraries = preloaded("asan", "ubsan")
     build.build("asan", "ggml")
-    options = ["--preset", "asan", "-b", "CPU", "--no-receipt", "--no-monitor"]
+    all_but_the_longest = r"^(?!.*(,ns=4|kv=10000,))"  # 26 large shapes take two thirds of the time
+    options = ["--preset", "asan", "-b", "CPU", "--no-receipt", "--no-monitor", "-p", all_but_the_longest]
     output = run(
         sys.executable,
         *("-m", "pyharness", "oracle", *options),
