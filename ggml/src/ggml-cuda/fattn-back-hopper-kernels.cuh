@@ -1087,10 +1087,10 @@ static __global__ void __launch_bounds__((nwg + 1) * 128, 1) flash_attn_back_hop
                 }
                 if constexpr (fused) {
                     hopper_pin(S); // E is formed while dP is on its way, which with D = 256 has not paid
+                    hopper_wgmma_wait<0>(); // dP, here because all warps of a group have to wait together
+                    hopper_pin(dP);
                     // the warp's rows move together, so that they move seldom
                     if (__any_sync(0xFFFFFFFF, l[0] + sum[0] > 1.5f * lref[0] || l[1] + sum[1] > 1.5f * lref[1])) {
-                        hopper_wgmma_wait<0>(); // dP
-                        hopper_pin(dP);
                         hopper_pin(A);
                         hopper_pin(B);
                         float c[2];
@@ -1115,9 +1115,9 @@ static __global__ void __launch_bounds__((nwg + 1) * 128, 1) flash_attn_back_hop
                 }
                 l[0] += sum[0];
                 l[1] += sum[1];
-                hopper_wgmma_wait<fused ? 1 : 0>(); // dP
-                hopper_pin(dP);
                 if constexpr (!fused) {
+                    hopper_wgmma_wait<0>(); // dP
+                    hopper_pin(dP);
                     e[0] += fattn_back_hopper_row_dot(S, dP, 0);
                     e[1] += fattn_back_hopper_row_dot(S, dP, 1);
                 }

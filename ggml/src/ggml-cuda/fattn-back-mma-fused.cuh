@@ -396,11 +396,9 @@ static __global__ void __launch_bounds__(FATTN_BACK_FUSED_WARPS * WARP_SIZE, 1) 
         stage                 = stage + 1 == c.stages ? 0 : stage + 1;
         const int own_block   = wr / FATTN_BACK_MMA_ROWS;
         const int now         = item_m.y >> 2 * own_block & 3;
-        if (now == FATTN_BACK_MMA_TILE_SKIP) {
-            if constexpr (c.pairs) {
-                __syncthreads(); // of the exchange below
-            }
-            continue;
+        const bool hidden     = now == FATTN_BACK_MMA_TILE_SKIP;
+        if (!c.pairs && hidden) {
+            continue; // pairs of warps go on, to the barrier of their exchange
         }
 #pragma unroll 1
         for (int n0 = part_of * c.cols; n0 < (c.pairs ? (part_of + 1) * c.cols : c.rows); n0 += c.cols) {
@@ -524,6 +522,9 @@ static __global__ void __launch_bounds__(FATTN_BACK_FUSED_WARPS * WARP_SIZE, 1) 
                     float4 s = *(const float4 *) (stat + ni * 64);
                     s.x      = scaled ? 1.0f : s.x;
                     s.z      = scaled ? 1.0f : s.z;
+                    if (c.pairs && hidden) {
+                        s.y = s.w = -INFINITY;
+                    }
 #pragma unroll
                     for (int mi = 0; mi < nm; ++mi) {
 #pragma unroll
