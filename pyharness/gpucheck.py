@@ -468,7 +468,7 @@ def _pytest(runner: _Runner, *words: str, env: dict[str, str] | None = None, job
         return _state(errors.Environment.exit_code, f"{', '.join(missing)} not installed")
     args = runner.args
     libs = ggml.find_libraries(args.libs, args.preset)
-    more = {"PYHARNESS_LIBS": str(libs), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"} | _search(libs)
+    more = {"PYHARNESS_LIBS": str(libs), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"} | train.search(libs)
     jobs = jobs or args.jobs
     parallel = find_spec("xdist") is not None and jobs > 1
     common = [word for plugin in [*plugins, *["xdist.plugin"] * parallel] for word in ("-p", plugin)]
@@ -477,11 +477,6 @@ def _pytest(runner: _Runner, *words: str, env: dict[str, str] | None = None, job
     code, lines = runner.command(sys.executable, "-m", "pytest", *common, *words, *args.pytest, env=more | (env or {}))
     failed = [line.removeprefix("FAILED ") for line in lines if line.startswith(("FAILED ", "ERROR "))]
     return _state(code if code in (0, None) else 1, _last(lines), failed=failed)
-
-
-def _search(libs: Path) -> dict[str, str]:
-    """Where programs beside the libraries find them."""
-    return {"LD_LIBRARY_PATH": os.pathsep.join(filter(None, (str(libs), os.environ.get("LD_LIBRARY_PATH"))))}
 
 
 def _properties(runner: _Runner) -> dict[str, Any]:
@@ -511,7 +506,7 @@ def _backend_ops(runner: _Runner) -> dict[str, Any]:
     found: dict[str, dict[str, Any]] = {}
     for number, mode in enumerate(modes):
         words = (str(program), mode, "-b", args.backend, "-o", OP)
-        code, lines = runner.share(len(modes) - number).command(*words, env=_search(libs))
+        code, lines = runner.share(len(modes) - number).command(*words, env=train.search(libs))
         said = [re.sub(r"\x1b\[[0-9;]*m", "", line).strip() for line in lines]
         failed = [line for line in said if line.startswith(OP) and "FAIL" in line]
         found[mode] = {

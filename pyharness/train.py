@@ -10,6 +10,7 @@ import argparse
 import dataclasses
 import hashlib
 import json
+import os
 import shlex
 import shutil
 import statistics
@@ -99,6 +100,11 @@ class Run:
         return "" if self.exit_code == 0 else f"exit {self.exit_code}: {said.strip()}"
 
 
+def search(libs: Path) -> dict[str, str]:
+    """The environment in which programs beside libraries built elsewhere find them."""
+    return {"LD_LIBRARY_PATH": os.pathsep.join(filter(None, (str(libs), os.environ.get("LD_LIBRARY_PATH"))))}
+
+
 def execute(
     program: Path, model: Path, text: Path, seconds: float | None = None, **options: str | int | float | Path | bool
 ) -> Run:
@@ -108,7 +114,14 @@ def execute(
     command = [str(program), "--model", str(model), "--text", str(text)]
     for name, value in options.items():
         command += [f"--{name.replace('_', '-')}", str(int(value) if isinstance(value, bool) else value)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace")
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        env=os.environ | search(program.parent),
+    )
     try:
         out, messages = process.communicate(timeout=seconds)
         code = process.returncode
