@@ -69,3 +69,14 @@ def _enough_memory(request: pytest.FixtureRequest) -> None:
         free = request.getfixturevalue("library").device(name).memory_free / 2**30
         if free < marker.args[0]:
             pytest.skip(f"{name} has {free:.0f} GiB free, {marker.args[0]} are needed")
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    """A repository with a small operator and its hooks, beside a small tree."""
+    import readers  # needs tree-sitter, which a GPU machine may lack
+
+    files = readers.OPERATOR | {"edits.toml": readers.HOOKS.encode(), "upstream.toml": readers.PINS}
+    readers.lay(tmp_path / "repository/ggml", files)
+    readers.lay(tmp_path / "tree", readers.UPSTREAM)
+    return tmp_path / "repository"

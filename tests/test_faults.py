@@ -34,15 +34,6 @@ from pyharness.digest import ROOT
 CASE = "FLASH_ATTN_BACK(hsk=32,hsv=32,nh=2,nhkv=1,kv=40,nb=8)"
 
 
-@pytest.fixture
-def repository(tmp_path: Path) -> Path:
-    """A repository with a small operator and its hooks, beside a small tree."""
-    files = readers.OPERATOR | {"edits.toml": readers.HOOKS.encode(), "upstream.toml": readers.PINS}
-    readers.lay(tmp_path / "repository/ggml", files)
-    readers.lay(tmp_path / "tree", readers.UPSTREAM)
-    return tmp_path / "repository"
-
-
 # ---- a full disk ----
 
 

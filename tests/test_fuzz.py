@@ -157,15 +157,6 @@ def test_a_signature_of_another_type_is_refused(value: object, tmp_path: Path) -
 # ---- the patch ----
 
 
-@pytest.fixture
-def repository(tmp_path: Path) -> Path:
-    """A repository with a small operator, beside a small tree."""
-    files = readers.OPERATOR | {"edits.toml": readers.HOOKS.encode(), "upstream.toml": readers.PINS}
-    readers.lay(tmp_path / "repository/ggml", files)
-    readers.lay(tmp_path / "tree", readers.UPSTREAM)
-    return tmp_path / "repository"
-
-
 @pytest.mark.parametrize(
     ("old", "new", "words"),
     [
