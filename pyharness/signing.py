@@ -39,7 +39,7 @@ def sign(receipt: Path, key: Path) -> Path:
     try:
         private = serialization.load_pem_private_key(key.read_bytes(), password=None)
         crypto = signer.CryptoSigner(private)
-    except (OSError, ValueError, TypeError) as e:
+    except Exception as e:  # no file, or one of several kinds that cryptography raises for what is no such key
         raise errors.Usage(f"{key}: not a readable ed25519 private key in PEM form: {e}") from e
     envelope = dsse.Envelope(receipt.read_bytes(), PAYLOAD_TYPE, {})
     envelope.sign(crypto)
@@ -53,7 +53,7 @@ def check(receipt: Path, key: Path) -> str:
     dsse, signer, serialization = _modules()
     try:
         public = signer.SSlibKey.from_crypto(serialization.load_pem_public_key(key.read_bytes()))
-    except (OSError, ValueError, TypeError) as e:
+    except Exception as e:  # as above
         raise errors.Usage(f"{key}: not a readable ed25519 public key in PEM form: {e}") from e
     path = envelope_path(receipt)
     try:

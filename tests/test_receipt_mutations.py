@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import base64
 import shutil
 from pathlib import Path
 
 import pytest
 from receipt_world import KERNEL, World, change, libraries, make
 
-from pyharness import signing
+from pyharness import errors, signing
 
 
 @pytest.fixture(scope="module")
@@ -175,6 +176,19 @@ def test_a_wrong_key(world: World, tmp_path: Path) -> None:
     code, text = world.verify(world.perf, "--key", str(ours[1]))
     assert code == 4
     assert "INVALID  signature: no signature" in text
+
+
+def test_keys_of_a_kind_that_nobody_knows(world: World, tmp_path: Path) -> None:
+    private, public = keypair(tmp_path / "ours")
+    signing.sign(world.oracle, private)
+    for path in (private, public):
+        label, *body, end = path.read_text().splitlines()
+        der = base64.b64decode("".join(body)).replace(b"\x2b\x65\x70", b"\x2b\x65\x01")
+        path.write_text("\n".join((label, base64.b64encode(der).decode(), end)) + "\n")
+    with pytest.raises(errors.Usage, match="not a readable ed25519 public key"):
+        signing.check(world.oracle, public)
+    with pytest.raises(errors.Usage, match="not a readable ed25519 private key"):
+        signing.sign(world.oracle, private)
 
 
 def test_a_signature_of_other_bytes(world: World, tmp_path: Path) -> None:
