@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import faulthandler
 import os
@@ -10,7 +11,7 @@ import sys
 import tempfile
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -184,3 +185,43 @@ def last_words(work: Callable[[], object]) -> str:
     assert os.WIFSIGNALED(status), f"it lived, and said: {text}"
     assert os.WTERMSIG(status) == signal.SIGABRT, text
     return text
+
+
+@contextlib.contextmanager
+def in_a_graph(
+    library: ggml.Library, device: ggml.Device, given: Inputs, output: str = ""
+) -> Iterator[tuple[Any, dict[str, Any], NDArray[np.float32]]]:
+    """FLASH_ATTN_BACK of F32 sources that the graph computes and nobody else reads, but one that is an output.
+
+    The node, its sources and its result, in memory that ggml's allocator has placed."""
+    c, ffi = library.c, library.ffi
+    ctx = c.ggml_init({"mem_size": 1 << 20, "mem_buffer": ffi.NULL, "no_alloc": True})
+    names = [name for name in ("q", "k", "v", "sinks", "d") if getattr(given, name) is not None]
+    arrays = {name: np.ascontiguousarray(getattr(given, name)).view(np.float32) for name in names}
+    leaves = {
+        name: c.ggml_new_tensor_4d(ctx, c.GGML_TYPE_F32, *[*reversed(a.shape), 1, 1, 1][:4])
+        for name, a in arrays.items()
+    }
+    sources = {name: c.ggml_scale(ctx, leaf, 1.0) for name, leaf in leaves.items()}
+    for leaf in leaves.values():
+        c.ggml_set_input(leaf)
+    if output:
+        c.ggml_set_output(sources[output])
+    back = c.ggml_flash_attn_back(
+        ctx,
+        *(sources.get(name, ffi.NULL) for name in ("q", "k", "v", "mask", "sinks", "o", "d")),
+        parameters(sum(1 << cases.PARTS.index(part) for part in given.grads), given.scale),
+    )
+    c.ggml_set_output(back)
+    graph = c.ggml_new_graph_custom(ctx, 64, False)
+    c.ggml_build_forward_expand(graph, back)
+    backend = library.backend(device)
+    allocator = c.ggml_gallocr_new(c.ggml_backend_get_default_buffer_type(backend))
+    assert c.ggml_gallocr_alloc_graph(allocator, graph)
+    for name, leaf in leaves.items():
+        library.upload(leaf, arrays[name])
+    assert c.ggml_backend_graph_compute(backend, graph) == c.GGML_STATUS_SUCCESS
+    yield back, sources, library.download(back, np.float32)
+    c.ggml_gallocr_free(allocator)
+    c.ggml_backend_free(backend)
+    c.ggml_free(ctx)

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from attention import case, last_words, parameters, small
+from attention import case, in_a_graph, last_words, small
 
 from pyharness import cases, ggml, gradcheck, inputs, reference, report
 from pyharness.cases import Case
@@ -127,36 +127,10 @@ def test_u08_the_allocator_lets_the_result_share_no_memory_with_a_source(
 ) -> None:
     """The sources are computed in the graph and read by nobody else: an in-place operator would take their memory."""
     given = inputs.make(case(text + ",mask=none,type_K=f32,type_V=f32"), 0)
-    c, ffi = library.c, library.ffi
-    ctx = c.ggml_init({"mem_size": 1 << 20, "mem_buffer": ffi.NULL, "no_alloc": True})
-    names = [name for name in ("q", "k", "v", "sinks", "d") if getattr(given, name) is not None]
-    leaves, sources = {}, {}
-    for name in names:
-        array = getattr(given, name).view(np.float32)
-        leaves[name] = c.ggml_new_tensor_4d(ctx, c.GGML_TYPE_F32, *[*reversed(array.shape), 1, 1, 1][:4])
-        c.ggml_set_input(leaves[name])
-        sources[name] = c.ggml_scale(ctx, leaves[name], 1.0)
-    back = c.ggml_flash_attn_back(
-        ctx,
-        *(sources.get(name, ffi.NULL) for name in ("q", "k", "v", "mask", "sinks", "o", "d")),
-        parameters(sum(1 << cases.PARTS.index(part) for part in given.grads), given.scale),
-    )
-    c.ggml_set_output(back)
-    graph = c.ggml_new_graph_custom(ctx, 64, False)
-    c.ggml_build_forward_expand(graph, back)
-    backend = library.backend(cpu)
-    allocator = c.ggml_gallocr_new(c.ggml_backend_get_default_buffer_type(backend))
-    assert c.ggml_gallocr_alloc_graph(allocator, graph)
-    for name in names:
-        library.upload(leaves[name], np.ascontiguousarray(getattr(given, name)))
-    assert c.ggml_backend_graph_compute(backend, graph) == c.GGML_STATUS_SUCCESS
-    found = library.download(back, np.float32)
-    first = int(c.ggml_flash_attn_back_offset(back, 0)) // 4
-    dq = found[first : first + given.q.size].reshape(given.q.shape)
-    np.testing.assert_allclose(dq, reference.backward(given)["dq"], atol=1e-5)
-    c.ggml_gallocr_free(allocator)
-    c.ggml_backend_free(backend)
-    c.ggml_free(ctx)
+    with in_a_graph(library, cpu, given) as (back, _, found):
+        first = int(library.c.ggml_flash_attn_back_offset(back, 0)) // 4
+        dq = found[first : first + given.q.size].reshape(given.q.shape)
+        np.testing.assert_allclose(dq, reference.backward(given)["dq"], atol=1e-5)
 
 
 def test_every_node_stays_on_the_backend_that_a_scheduler_is_given(library: ggml.Library, cpu: ggml.Device) -> None:

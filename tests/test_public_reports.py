@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from attention import NINF, Operator, attention, case, last_words, parameters, small
+from attention import NINF, Operator, attention, case, in_a_graph, last_words, parameters, small
 from large import PERIOD, Large
 from numpy.typing import NDArray
 
@@ -127,45 +127,20 @@ def test_u08_memory_that_an_allocator_reuses_changes_nothing(op: Operator, outpu
     given = inputs.make(case(f"hsk=64,hsv=64,nh=4,nhkv=2,kv={n},nb={n},type_K=f32,type_V=f32,mask=none"), 0)
     expected = op.run(given)
     c, ffi = op.library.c, op.library.ffi
-    ctx = c.ggml_init({"mem_size": 1 << 20, "mem_buffer": ffi.NULL, "no_alloc": True})
-    arrays = {name: np.ascontiguousarray(getattr(given, name)).view(np.float32) for name in ("q", "k", "v", "d")}
-    leaves = {name: c.ggml_new_tensor_4d(ctx, c.GGML_TYPE_F32, *reversed(a.shape)) for name, a in arrays.items()}
-    sources = {name: c.ggml_scale(ctx, leaf, 1.0) for name, leaf in leaves.items()}
-    for leaf in leaves.values():
-        c.ggml_set_input(leaf)
-    if output:
-        c.ggml_set_output(sources[output])
-    back = c.ggml_flash_attn_back(
-        ctx,
-        *(sources.get(name, ffi.NULL) for name in ("q", "k", "v", "mask", "sinks", "o", "d")),
-        parameters(sum(1 << cases.PARTS.index(part) for part in given.grads), given.scale),
-    )
-    c.ggml_set_output(back)
-    graph = c.ggml_new_graph_custom(ctx, 64, False)
-    c.ggml_build_forward_expand(graph, back)
-    backend = op.library.backend(op.device)
-    allocator = c.ggml_gallocr_new(c.ggml_backend_get_default_buffer_type(backend))
-    assert c.ggml_gallocr_alloc_graph(allocator, graph)
-    for name, leaf in leaves.items():
-        op.library.upload(leaf, arrays[name])
-    assert c.ggml_backend_graph_compute(backend, graph) == c.GGML_STATUS_SUCCESS
-    found = op.library.download(back, np.float32)
+    with in_a_graph(op.library, op.device, given, output) as (back, sources, found):
 
-    def place(tensor: Any) -> range:
-        start = int(ffi.cast("uintptr_t", tensor.data))
-        return range(start, start + int(c.ggml_nbytes(tensor)))
+        def place(tensor: Any) -> range:
+            start = int(ffi.cast("uintptr_t", tensor.data))
+            return range(start, start + int(c.ggml_nbytes(tensor)))
 
-    own = place(back)
-    for name, tensor in sources.items():
-        other = place(tensor)
-        assert own.stop <= other.start or other.stop <= own.start, name
-    for i, part in enumerate(cases.PARTS[:5]):
-        first = int(c.ggml_flash_attn_back_offset(back, i)) // 4
-        got = found[first : first + expected[part].size].reshape(expected[part].shape)
-        np.testing.assert_array_equal(got, expected[part], err_msg=part)
-    c.ggml_gallocr_free(allocator)
-    c.ggml_backend_free(backend)
-    c.ggml_free(ctx)
+        own = place(back)
+        for name, tensor in sources.items():
+            other = place(tensor)
+            assert own.stop <= other.start or other.stop <= own.start, name
+        for i, part in enumerate(cases.PARTS[:5]):
+            first = int(c.ggml_flash_attn_back_offset(back, i)) // 4
+            got = found[first : first + expected[part].size].reshape(expected[part].shape)
+            np.testing.assert_array_equal(got, expected[part], err_msg=part)
 
 
 @pytest.mark.parametrize(("n", "d"), [(3, 4), (66, 64)])
