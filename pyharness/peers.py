@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import numpy as np
 from numpy.typing import NDArray
@@ -104,9 +105,7 @@ class KernelPath(Peer):
     def __enter__(self) -> KernelPath:
         if cuda.ordinal(self._device.name) is None:
             raise Unavailable(f"{self._device.name} has no kernel paths")
-        before = os.environ.get(cuda.KERNEL_PATH)
-        os.environ[cuda.KERNEL_PATH] = self.who
-        self._stack.callback(_set_environment, cuda.KERNEL_PATH, before)
+        self._stack.enter_context(mock.patch.dict(os.environ, {cuda.KERNEL_PATH: self.who}))
         refusal = self._library.refusal(self._device, self._given)
         if refusal is not None:
             self._stack.close()
@@ -133,13 +132,6 @@ class KernelPath(Peer):
     def parts(self) -> dict[str, F32]:
         """Download the gradients of the last run."""
         return {name: part for name, part in self._session.result().parts.items() if name in ("dq", "dk", "dv")}
-
-
-def _set_environment(name: str, value: str | None) -> None:
-    if value is None:
-        os.environ.pop(name, None)
-    else:
-        os.environ[name] = value
 
 
 # ---- ggml's own operators ----

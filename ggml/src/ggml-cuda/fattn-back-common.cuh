@@ -91,6 +91,13 @@ struct fattn_back_args {
     }
 };
 
+// what the mask leaves of a tile of pairs
+enum fattn_back_tile : uint8_t {
+    FATTN_BACK_TILE_SKIP  = 0, // no pair
+    FATTN_BACK_TILE_FULL  = 1, // every pair, the mask is 0
+    FATTN_BACK_TILE_MIXED = 2, // the mask must be read
+};
+
 static fattn_back_src fattn_back_get_src(const ggml_tensor * t, const int dim_row, const int dim_head) {
     if (t == nullptr) {
         return {};

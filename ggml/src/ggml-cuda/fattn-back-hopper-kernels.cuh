@@ -34,12 +34,6 @@
 
 #define FATTN_BACK_HOPPER_LOG2E 1.4426950408889634f
 
-enum fattn_back_hopper_tile : uint8_t {
-    FATTN_BACK_HOPPER_TILE_SKIP  = 0, // no pair
-    FATTN_BACK_HOPPER_TILE_FULL  = 1, // every pair, the mask is 0
-    FATTN_BACK_HOPPER_TILE_MIXED = 2, // the mask must be read
-};
-
 enum fattn_back_hopper_mode {
     FATTN_BACK_HOPPER_FUSED, // LSE, D and dQ
     FATTN_BACK_HOPPER_STATS, // LSE and D
@@ -96,7 +90,7 @@ static __device__ __forceinline__ bool fattn_back_hopper_large(const fattn_back_
 static __device__ __forceinline__ uint32_t fattn_back_hopper_get_tile(
     const fattn_back_hopper_params & p, const int lhead, const int qt, const int kt) {
     if (p.tiles == nullptr) {
-        return kt == p.KT - 1 && p.a.M % FATTN_BACK_HOPPER_ROWS != 0 ? FATTN_BACK_HOPPER_TILE_MIXED : FATTN_BACK_HOPPER_TILE_FULL;
+        return kt == p.KT - 1 && p.a.M % FATTN_BACK_HOPPER_ROWS != 0 ? FATTN_BACK_TILE_MIXED : FATTN_BACK_TILE_FULL;
     }
     const int h = fattn_back_hopper_head(p, lhead) % p.a.mask_nheads;
     const int s = fattn_back_hopper_seq(p, lhead) % p.a.mask_nseqs;
@@ -605,7 +599,7 @@ static __global__ void __launch_bounds__((nwg + 1) * 128, 1) flash_attn_back_hop
             fattn_back_hopper_load_columns(col_stat, stat);
             hopper_wgmma_wait<1>(); // S
             hopper_pin(S);
-            if ((states >> 2 * wg & 3) != FATTN_BACK_HOPPER_TILE_FULL) {
+            if ((states >> 2 * wg & 3) != FATTN_BACK_TILE_FULL) {
                 const int lhead = meta.get(meta.x.x);
                 fattn_back_hopper_mask<true>(S, p, lhead, t0 + wg, meta.get(meta.x.y), fattn_back_hopper_slope(p, lhead) / sc);
             }
@@ -695,7 +689,7 @@ static __device__ __forceinline__ void fattn_back_hopper_keys_half(
         const int exchange = L::extra + pair * L::exchange + warp * (L::exchange / 4);
         float4 * slot      = (float4 *) (smem_ptr + exchange) + lane;
         if constexpr (first) {
-            if ((states & 3) != FATTN_BACK_HOPPER_TILE_FULL) {
+            if ((states & 3) != FATTN_BACK_TILE_FULL) {
                 const int lhead = meta.get(meta.x.x);
                 fattn_back_hopper_mask<true>(X, p, lhead, t0, meta.get(meta.x.y), fattn_back_hopper_slope(p, lhead) / sc);
             }
@@ -858,7 +852,7 @@ static __global__ void __launch_bounds__((nwg + 1) * 128, 1) flash_attn_back_hop
                     const char * k = (const char *) p.k + ((int64_t) unit * p.kts + t - p.kt0) * L::tile;
                     hopper_load(dst, k, L::tile, full);
                     for (int w = 0; w < nwg; ++w) {
-                        if ((states >> 2 * w & 3) != FATTN_BACK_HOPPER_TILE_SKIP) {
+                        if ((states >> 2 * w & 3) != FATTN_BACK_TILE_SKIP) {
                             const char * ds = fattn_back_hopper_ds(p, lhead, t0 + w, t);
                             hopper_load(dst + L::ds + w * FATTN_BACK_HOPPER_DS, ds, FATTN_BACK_HOPPER_DS, full);
                         }
@@ -886,7 +880,7 @@ static __global__ void __launch_bounds__((nwg + 1) * 128, 1) flash_attn_back_hop
             if (states < 0) {
                 break;
             }
-            if ((states >> 2 * wg & 3) != FATTN_BACK_HOPPER_TILE_SKIP) {
+            if ((states >> 2 * wg & 3) != FATTN_BACK_TILE_SKIP) {
                 const uint32_t src = smem + ring.stage * L::stage;
                 fattn_back_hopper_accumulate_t(acc, src + L::ds + wg * FATTN_BACK_HOPPER_DS, src);
                 hopper_wgmma_wait<1>();
@@ -1039,7 +1033,7 @@ static __global__ void __launch_bounds__((nwg + 1) * 128, 1) flash_attn_back_hop
             if constexpr (!has_dq) {
                 hopper_barrier_arrive(smem + L::empty1 + 8 * ring1.stage);
             }
-            if ((states >> 2 * wg & 3) != FATTN_BACK_HOPPER_TILE_FULL) {
+            if ((states >> 2 * wg & 3) != FATTN_BACK_TILE_FULL) {
                 fattn_back_hopper_mask<false>(S, p, lhead, t0 + wg, meta.get(meta.x.y), fattn_back_hopper_slope(p, lhead) / sc);
             }
 

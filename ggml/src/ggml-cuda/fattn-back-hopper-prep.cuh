@@ -42,8 +42,8 @@ static __global__ void __launch_bounds__(FATTN_BACK_HOPPER_PREP_THREADS) flash_a
         const uint64_t s   = (uint64_t) bits[0][2 * threadIdx.x + 1] << 32 | bits[0][2 * threadIdx.x];
         const uint64_t r   = (uint64_t) bits[1][2 * threadIdx.x + 1] << 32 | bits[1][2 * threadIdx.x];
         p.seen[tile]       = s;
-        p.tiles[tile]      = s == 0 ? FATTN_BACK_HOPPER_TILE_SKIP : r == 0 ? FATTN_BACK_HOPPER_TILE_FULL
-                                                                           : FATTN_BACK_HOPPER_TILE_MIXED;
+        p.tiles[tile]      = s == 0 ? FATTN_BACK_TILE_SKIP : r == 0 ? FATTN_BACK_TILE_FULL
+                                                                    : FATTN_BACK_TILE_MIXED;
     }
 }
 

@@ -31,13 +31,6 @@
 // |log2(e) x| from which a tile's S is computed from operands split into two halves
 #define FATTN_BACK_MMA_SPLIT_LIMIT 32.0f
 
-// state of a (row block, key tile)
-enum fattn_back_mma_tile : uint8_t {
-    FATTN_BACK_MMA_TILE_SKIP  = 0, // no pair
-    FATTN_BACK_MMA_TILE_FULL  = 1, // every pair, the mask is 0
-    FATTN_BACK_MMA_TILE_MIXED = 2, // the mask must be read
-};
-
 // logical arrays in the workspace; [n] are the dimensions, units and row blocks counted from the group's or chunk's first
 struct fattn_back_mma_params {
     fattn_back_args a;
@@ -175,18 +168,18 @@ struct fattn_back_mma_tile_row {
     }
 
     // with granule gr of keys
-    __device__ __forceinline__ fattn_back_mma_tile granule(const int gr) const {
+    __device__ __forceinline__ fattn_back_tile granule(const int gr) const {
         if (tiles != nullptr) {
-            return (fattn_back_mma_tile) tiles[gr];
+            return (fattn_back_tile) tiles[gr];
         }
-        return gr * FATTN_BACK_MMA_GRANULE >= M     ? FATTN_BACK_MMA_TILE_SKIP
-            : (gr + 1) * FATTN_BACK_MMA_GRANULE > M ? FATTN_BACK_MMA_TILE_MIXED
-                                                    : FATTN_BACK_MMA_TILE_FULL;
+        return gr * FATTN_BACK_MMA_GRANULE >= M     ? FATTN_BACK_TILE_SKIP
+            : (gr + 1) * FATTN_BACK_MMA_GRANULE > M ? FATTN_BACK_TILE_MIXED
+                                                    : FATTN_BACK_TILE_FULL;
     }
     // with a key tile
-    __device__ __forceinline__ fattn_back_mma_tile get(const int kt) const {
-        const fattn_back_mma_tile first = granule(2 * kt);
-        return first == granule(2 * kt + 1) ? first : FATTN_BACK_MMA_TILE_MIXED;
+    __device__ __forceinline__ fattn_back_tile get(const int kt) const {
+        const fattn_back_tile first = granule(2 * kt);
+        return first == granule(2 * kt + 1) ? first : FATTN_BACK_TILE_MIXED;
     }
 };
 

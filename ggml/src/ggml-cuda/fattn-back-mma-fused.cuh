@@ -396,7 +396,7 @@ static __global__ void __launch_bounds__(FATTN_BACK_FUSED_WARPS * WARP_SIZE, 1) 
         stage                 = stage + 1 == c.stages ? 0 : stage + 1;
         const int own_block   = wr / FATTN_BACK_MMA_ROWS;
         const int now         = item_m.y >> 2 * own_block & 3;
-        const bool hidden     = now == FATTN_BACK_MMA_TILE_SKIP;
+        const bool hidden     = now == FATTN_BACK_TILE_SKIP;
         if (!c.pairs && hidden) {
             continue; // pairs of warps go on, to the barrier of their exchange
         }
@@ -450,7 +450,7 @@ static __global__ void __launch_bounds__(FATTN_BACK_FUSED_WARPS * WARP_SIZE, 1) 
             float u[softcap ? nm : 1][softcap ? nn : 1][4]; // 1 - tanh^2
             const char * stat = smem + L::own(c) + set * L::tile(c) + offset + 2 * operand + (n0 + c2) * 8;
             GGML_UNUSED(stat);
-            const bool mixed = now == FATTN_BACK_MMA_TILE_MIXED;
+            const bool mixed = now == FATTN_BACK_TILE_MIXED;
 
             // S = log2(e) times the logit with the mask, from log2(e)*scale*qk; dot: that of K's mean
             const auto logits = [&](const auto & dot) {

@@ -96,9 +96,9 @@ static __device__ __forceinline__ void fattn_back_grads_tile(
         bool active = false;
         if (i < n_it) {
             if constexpr (is_q) {
-                active = tiles[0].get(i) != FATTN_BACK_MMA_TILE_SKIP || tiles[1].get(i) != FATTN_BACK_MMA_TILE_SKIP;
+                active = tiles[0].get(i) != FATTN_BACK_TILE_SKIP || tiles[1].get(i) != FATTN_BACK_TILE_SKIP;
             } else {
-                active = fattn_back_mma_tile_row(p, unit, p.cb0 + i).get(tile) != FATTN_BACK_MMA_TILE_SKIP;
+                active = fattn_back_mma_tile_row(p, unit, p.cb0 + i).get(tile) != FATTN_BACK_TILE_SKIP;
             }
         }
         const uint32_t bits = __ballot_sync(0xFFFFFFFF, active);

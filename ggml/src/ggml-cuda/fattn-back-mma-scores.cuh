@@ -88,19 +88,19 @@ static __global__ void __launch_bounds__(FATTN_BACK_SCORES_THREADS, 1) flash_att
     uint32_t skip;
     uint32_t full;
     {
-        const int kt                      = kt0 + lane;
-        const bool in                     = lane < p.strip && kt < p.KT;
-        const fattn_back_mma_tile tile[2] = {
-            in ? fattn_back_mma_tile_row(p, unit, b0).get(kt) : FATTN_BACK_MMA_TILE_SKIP,
-            in ? fattn_back_mma_tile_row(p, unit, b0 + 1).get(kt) : FATTN_BACK_MMA_TILE_SKIP,
+        const int kt                  = kt0 + lane;
+        const bool in                 = lane < p.strip && kt < p.KT;
+        const fattn_back_tile tile[2] = {
+            in ? fattn_back_mma_tile_row(p, unit, b0).get(kt) : FATTN_BACK_TILE_SKIP,
+            in ? fattn_back_mma_tile_row(p, unit, b0 + 1).get(kt) : FATTN_BACK_TILE_SKIP,
         };
-        const uint32_t active = __ballot_sync(0xFFFFFFFF, tile[0] != FATTN_BACK_MMA_TILE_SKIP || tile[1] != FATTN_BACK_MMA_TILE_SKIP);
+        const uint32_t active = __ballot_sync(0xFFFFFFFF, tile[0] != FATTN_BACK_TILE_SKIP || tile[1] != FATTN_BACK_TILE_SKIP);
         if (active == 0) {
             return;
         }
         todo = __ballot_sync(0xFFFFFFFF, (active & (1u << lane)) != 0 && __popc(active & ((1u << lane) - 1)) % 2 == group);
-        skip = __ballot_sync(0xFFFFFFFF, (wm == 0 ? tile[0] : tile[1]) == FATTN_BACK_MMA_TILE_SKIP);
-        full = __ballot_sync(0xFFFFFFFF, (wm == 0 ? tile[0] : tile[1]) == FATTN_BACK_MMA_TILE_FULL);
+        skip = __ballot_sync(0xFFFFFFFF, (wm == 0 ? tile[0] : tile[1]) == FATTN_BACK_TILE_SKIP);
+        full = __ballot_sync(0xFFFFFFFF, (wm == 0 ? tile[0] : tile[1]) == FATTN_BACK_TILE_FULL);
     }
 
     const uint32_t smem_base = fattn_back_shared(smem);
@@ -480,7 +480,7 @@ static __global__ void __launch_bounds__(FATTN_BACK_ROWS_THREADS, 1) flash_attn_
 #pragma unroll
         for (int u = 0; u < nu; ++u) {
             const int gr    = gr0 + u * nparts;
-            const bool seen = gr < 2 * p.KT && tiles.get(gr / 2) != FATTN_BACK_MMA_TILE_SKIP;
+            const bool seen = gr < 2 * p.KT && tiles.get(gr / 2) != FATTN_BACK_TILE_SKIP;
             const int64_t i = p.granule(cunit, gr) + crow;
             gm[u]           = seen ? p.gmax[i] : -INFINITY;
             x[u][0]         = seen ? p.gsum[i] : 0.0f;
@@ -589,7 +589,7 @@ static __global__ void __launch_bounds__(FATTN_BACK_ROWS_THREADS, 1) flash_attn_
     const float f_k     = f_u * exp2f(p.exp_dO_min[lunit] - e_dO + p.exp_q_min[lunit] - e_q);
 #pragma unroll 4
     for (int gr = part; gr < 2 * p.KT; gr += nparts) {
-        if (tiles.get(gr / 2) == FATTN_BACK_MMA_TILE_SKIP && tiles2.get(gr / 2) == FATTN_BACK_MMA_TILE_SKIP) {
+        if (tiles.get(gr / 2) == FATTN_BACK_TILE_SKIP && tiles2.get(gr / 2) == FATTN_BACK_TILE_SKIP) {
             continue;
         }
         const int64_t i = p.granule(cunit, gr) + crow;

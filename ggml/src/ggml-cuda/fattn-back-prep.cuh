@@ -33,8 +33,8 @@ static __global__ void __launch_bounds__(FATTN_BACK_MMA_GRANULE) flash_attn_back
     const bool any_seen = __syncthreads_or(seen);
     const bool any_read = __syncthreads_or(read);
     if (threadIdx.x == 0) {
-        p.tiles[tile] = !any_seen ? FATTN_BACK_MMA_TILE_SKIP : any_read ? FATTN_BACK_MMA_TILE_MIXED
-                                                                        : FATTN_BACK_MMA_TILE_FULL;
+        p.tiles[tile] = !any_seen ? FATTN_BACK_TILE_SKIP : any_read ? FATTN_BACK_TILE_MIXED
+                                                                    : FATTN_BACK_TILE_FULL;
     }
 }
 
