@@ -568,7 +568,7 @@ struct flash_attn_back {
         }
     }
 
-    // the rows' largest biases; 0 where a key tile without a bias is in the chunk, or where a sink is larger
+    // the rows' largest biases; 0 where a key tile without a bias is in the first chunk, or where a sink is larger
     void find_bias(int64_t ih, int64_t it, row_stats & stats) const {
         std::fill(stats.bias, stats.bias + ROW_TILE, 0.0f);
         if (!mask) {
@@ -613,7 +613,9 @@ struct flash_attn_back {
                 softcap(node.logit_softcap, s + j * ROW_TILE, dtanh + j * ROW_TILE, n_lanes);
             }
         }
-        if (mask_of(ih, it, jt) == TILE_MIXED) {
+        // a tile without a bias loses the rows' largest ones as the others do
+        const bool biased = std::any_of(stats.bias, stats.bias + n_lanes, [](float x) { return x != 0.0f; });
+        if (biased || mask_of(ih, it, jt) == TILE_MIXED) {
             for_segments(ih, it, [&](const segment & x) {
                 const float slope = ggml_flash_attn_back_slope(&node, x.h);
                 const char * rows = mask_rows(x);
