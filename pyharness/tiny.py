@@ -47,8 +47,10 @@ SHAPES = {
 """Known shapes. The first five are small; those of whole models are meant to be narrowed with dataclasses.replace."""
 
 
-def write(file: Path, shape: Shape, vocabulary: Path, seed: int = 0) -> None:
-    """Writes an F32 model with random weights and the tokenizer of `vocabulary`, a ggml-vocab-*.gguf of llama.cpp."""
+def write(file: Path, shape: Shape, vocabulary: Path, seed: int = 0, noise: float = 0) -> None:
+    """Writes an F32 model with random weights and the tokenizer of `vocabulary`, a ggml-vocab-*.gguf of llama.cpp.
+
+    `noise` changes every weight by a normal number times it, relative to the weight."""
     reader = gguf.GGUFReader(vocabulary)
     tokenizer = {name: field for name, field in reader.fields.items() if name.startswith("tokenizer.")}
     words = shape.words or len(tokenizer["tokenizer.ggml.tokens"].data)
@@ -60,7 +62,7 @@ def write(file: Path, shape: Shape, vocabulary: Path, seed: int = 0) -> None:
         if name in ("tokenizer.ggml.tokens", "tokenizer.ggml.scores", "tokenizer.ggml.token_type"):
             value = value[:words]
         writer.add_key_value(name, value, field.types[0], field.types[-1] if len(field.types) > 1 else None)
-    rng = np.random.default_rng(seed)
+    rng, change = np.random.default_rng(seed), np.random.default_rng(seed + 1)
     for name, size in _tensors(shape, words).items():
         if name.endswith("norm.weight"):
             values = np.ones(size, np.float32)
@@ -68,7 +70,7 @@ def write(file: Path, shape: Shape, vocabulary: Path, seed: int = 0) -> None:
             last = name.endswith(("attn_output.weight", "ffn_down.weight"))
             deviation = 0.02 / np.sqrt(2 * shape.layers) if last else 0.02
             values = rng.standard_normal(size, np.float32) * np.float32(deviation)
-        writer.add_tensor(name, values)
+        writer.add_tensor(name, values * (1 + np.float32(noise) * change.standard_normal(size, np.float32)))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -44,6 +44,9 @@ class Limits:
 
 LIMITS = {"cpu": Limits(1e-4, 1e-6), "cuda": Limits(1e-3, 1e-5)}
 
+NOISE = 1e-6
+"""Relative change of the weights of a control run: a training that lets it grow past the limit cannot tell a fault."""
+
 CONTEXTS = {"cpu": (512, 1024, 2048), "cuda": (512, 4096, 16384)}
 CARD = 24 << 30
 """What --bench measures: contexts, and the bytes of a card that it searches the longest context for."""
@@ -133,6 +136,11 @@ def execute(
     return Run(command, code, events, messages)
 
 
+def apart(one: Run, other: Run) -> list[float]:
+    """Relative error of the other run's loss in each step."""
+    return [abs(b - a) / abs(a) for a, b in zip(one.losses, other.losses, strict=True)]
+
+
 def require(run: Run) -> Run:
     """The run, if it ended well; errors.Environment with its problem if not."""
     if run.exit_code:
@@ -219,6 +227,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ctx", type=int, default=256, metavar="N", help="context, a multiple of 256 (default: 256)")
     parser.add_argument("--tokens", type=int, metavar="N", help="of the text, 0 = all (default: 7.5 contexts)")
     parser.add_argument("--lr", type=float, default=1e-3, help="AdamW's learning rate (default: 0.001)")
+    parser.add_argument("--warmup", type=int, default=10, metavar="N", help="steps in which it rises (default: 10)")
     parser.add_argument("--text", type=Path, metavar="FILE", help="train on this text")
     parser.add_argument("--threads", type=int, default=2, metavar="N", help="of the CPU backend (default: 2)")
     parser.add_argument("--no-stock", action="store_true", help="leave out the check in unpatched llama.cpp")
@@ -267,13 +276,17 @@ def demo(args: argparse.Namespace, program: Path, model: Path, text: Path, commo
     started = time.time()
     library = None if args.no_receipt else load(program.parent)
     tokens = int(7.5 * args.ctx) if args.tokens is None else args.tokens
-    common |= {"ctx": args.ctx, "tokens": tokens, "lr": args.lr}
+    common |= {"ctx": args.ctx, "tokens": tokens, "lr": args.lr, "warmup": args.warmup}
     tuned = args.out / "tuned.gguf"
     runs = {}
     for fa in ("off", "on"):
         print(f"{args.steps} steps with flash attention {fa} ...", file=sys.stderr)
         keep = {"save": tuned} if fa == "on" else {}
         runs[fa] = require(execute(program, model, text, steps=args.steps, fa=fa, **keep, **common))
+    print(f"{args.steps} steps with it off, the weights changed by {NOISE} ...", file=sys.stderr)
+    changed = args.out / f"{args.shape}-changed.gguf"
+    tiny.write(changed, tiny.SHAPES[args.shape], args.vocabulary or vocabulary(), noise=NOISE)
+    control = require(execute(program, changed, text, steps=args.steps, fa="off", **common))
     watched = {
         fa: require(
             execute(program, model, text, steps=1, fa=fa, nodes=True, grads=args.out / f"gradients-{fa}.gguf", **common)
@@ -282,8 +295,7 @@ def demo(args: argparse.Namespace, program: Path, model: Path, text: Path, commo
     }
     off, on = runs["off"], runs["on"]
     print(f"{'step':>4}  {'loss off':>10}  {'loss on':>10}  {'rel. error':>10}  {'s off':>8}  {'s on':>8}")
-    errors_ = [abs(a - b) / abs(a) for a, b in zip(off.losses, on.losses, strict=True)]
-    for i, row in enumerate(zip(off.losses, on.losses, errors_, off.seconds, on.seconds, strict=True), 1):
+    for i, row in enumerate(zip(off.losses, on.losses, apart(off, on), off.seconds, on.seconds, strict=True), 1):
         print("{:4d}  {:10.6f}  {:10.6f}  {:10.1e}  {:8.3f}  {:8.3f}".format(i, *row))
     for fa, one in runs.items():
         spread = f"{min(one.seconds):.3f} to {max(one.seconds):.3f}"
@@ -299,7 +311,8 @@ def demo(args: argparse.Namespace, program: Path, model: Path, text: Path, commo
     fourth = max(len(on.losses) // 4, 1)
     checks = [
         Check("flash attention was off, then on", float(off.flash_attn or not on.flash_attn), 0),
-        Check("losses, relative error", max(errors_), limits.loss),
+        Check("losses, relative error", max(apart(off, on)), limits.loss),
+        Check(f"the same of two runs with it off, weights {NOISE} apart", max(apart(off, control)), limits.loss),
         Check("loss falls: mean of the last quarter over that of the first",
               statistics.mean(on.losses[-fourth:]) / statistics.mean(on.losses[:fourth]), 0.99),
         Check(f"gradients of {len(gradients)} parameters, worst NMSE ({worst})", gradients[worst], limits.gradient),
@@ -318,9 +331,10 @@ def demo(args: argparse.Namespace, program: Path, model: Path, text: Path, commo
     for check in checks:
         print(f"{'ok' if check.passed else 'FAILED':6}  {check.name}: {check.found:.3g} (at most {check.limit:.3g})")
     events = {fa: one.events + watched[fa].all("ops") + watched[fa].all("node") for fa, one in runs.items()}
+    events["control"] = control.events
     record = {"checks": [{**dataclasses.asdict(c), "passed": c.passed} for c in checks], "gradients": gradients}
     (args.out / "train.json").write_text(json.dumps(record | {"runs": events}, indent=1) + "\n", encoding="utf-8")
-    plot(args.out, runs)
+    plot(args.out, runs, control)
     if library:
         stamp(args, library, program, model, text, runs, gradients, checks, started)
     print(f"results in {args.out}", file=sys.stderr)
@@ -411,8 +425,8 @@ def capture(args: argparse.Namespace, program: Path, model: Path, text: Path, co
         print(file)
 
 
-def plot(folder: Path, runs: dict[str, Run]) -> None:
-    """Both loss curves as losses.png and losses.svg, where matplotlib is installed."""
+def plot(folder: Path, runs: dict[str, Run], control: Run) -> None:
+    """The loss curves as losses.png and losses.svg, where matplotlib is installed."""
     try:
         import matplotlib as mpl
     except ImportError:
@@ -424,11 +438,13 @@ def plot(folder: Path, runs: dict[str, Run]) -> None:
     figure, (top, bottom) = pyplot.subplots(2, 1, sharex=True, figsize=(7, 6), height_ratios=(3, 1))
     for (fa, one), style in zip(runs.items(), ("-", "--"), strict=True):
         top.plot(range(1, len(one.losses) + 1), one.losses, style, label=f"flash attention {fa}")
-    difference = [abs(b - a) / abs(a) for a, b in zip(*(one.losses for one in runs.values()), strict=True)]
-    bottom.semilogy(range(1, len(difference) + 1), [max(d, 1e-9) for d in difference], ".")
+    for other, label in ((runs["on"], "on against off"), (control, f"off, weights {NOISE} apart")):
+        difference = apart(runs["off"], other)
+        bottom.semilogy(range(1, len(difference) + 1), [max(d, 1e-9) for d in difference], ".", label=label)
     top.set_ylabel("loss")
     top.legend()
     bottom.set_ylabel("relative error")
+    bottom.legend()
     bottom.set_xlabel("step")
     figure.tight_layout()
     for suffix in ("png", "svg"):
@@ -456,7 +472,7 @@ def bench(args: argparse.Namespace, program: Path, model: Path, text: Path, comm
     print(f"context  FA   {'step, s':>9}  {'spread':>16}  {'compute, MiB':>12}  {'device peak, MiB':>16}  loss")
     for ctx in CONTEXTS[args.device]:
         for fa in ("off", "on"):
-            one = attempt(steps=4, fa=fa, ctx=ctx)
+            one = attempt(steps=4 + 2**13 // ctx, fa=fa, ctx=ctx)
             times = one.seconds[1:] or [float("nan")]
             print(
                 f"{ctx:7}  {fa:3}  {statistics.median(times):9.4f}  {min(times):.4f} .. {max(times):.4f}  "

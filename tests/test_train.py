@@ -100,6 +100,13 @@ def test_gradients_are_slopes_of_the_loss(trainer: Trainer, name: str, part: str
     assert (losses[0] - losses[1]) / (2 * step) == pytest.approx(length, rel=1e-2)
 
 
+def test_learning_rate_rises_in_the_first_steps(trainer: Trainer) -> None:
+    model, fixed = trainer.model("tiny"), {"fa": "on", "tokens": 257}
+    rising = trainer.run(model, steps=4, lr=2e-3, warmup=2, **fixed).losses
+    assert rising[:2] == trainer.run(model, steps=2, lr=1e-3, **fixed).losses
+    assert rising[2:] != trainer.run(model, steps=4, lr=1e-3, **fixed).losses[2:]
+
+
 def test_sinks_are_trained_with_flash_attention(trainer: Trainer) -> None:
     gradients = trainer.gradients(trainer.model("sinks", **NARROW), fa="on")
     assert all(np.abs(g).max() > 0 for n, g in gradients.items() if n.endswith("attn_sinks.weight"))
@@ -195,17 +202,29 @@ def test_checkpoint_is_better_in_stock_llama(trainer: Trainer) -> None:
     assert after < 0.9 * before
 
 
-def test_demonstration_leaves_curves_and_a_receipt_that_verifies(trainer: Trainer, tmp_path: Path) -> None:
+def demonstrate(trainer: Trainer, out: Path, *words: str) -> int:
+    """Exit code of the demonstration with a tiny model."""
     parser = argparse.ArgumentParser()
     train.add_arguments(parser)
-    words = ["--shape", "tiny", "--steps", "8", "--tokens", "257", "--no-stock", "--text", str(trainer.text)]
-    assert train.run(parser.parse_args([*words, "--out", str(tmp_path), "--receipts", str(tmp_path)])) == 0
+    always = ["--shape", "tiny", "--tokens", "257", "--no-stock", "--text", str(trainer.text)]
+    return train.run(parser.parse_args([*always, "--out", str(out), "--receipts", str(out), *words]))
+
+
+def test_demonstration_leaves_curves_and_a_receipt_that_verifies(trainer: Trainer, tmp_path: Path) -> None:
+    assert demonstrate(trainer, tmp_path, "--steps", "8") == 0
     assert {file.suffix for file in tmp_path.glob("losses.*")} == {".png", ".svg"}
     (receipt,) = tmp_path.glob("*-train-*.json")
     assert verify.exit_code(verify.check(receipt)) == 0
     body = statement.read(receipt)["predicate"]["receipt"]
     assert len(body["train"]["runs"]["on"]["losses"]) == 8
-    assert body["counts"]["ok"] == len(body["train"]["checks"]) == 5
+    assert body["counts"]["ok"] == len(body["train"]["checks"]) == 6
+
+
+def test_demonstration_tells_a_training_that_parts_by_itself(
+    trainer: Trainer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert demonstrate(trainer, tmp_path, "--steps", "8", "--lr", "0.1", "--warmup", "0", "--no-receipt") == 1
+    assert "FAILED  the same of two runs with it off" in capsys.readouterr().out
 
 
 # ---- public reports ----

@@ -49,6 +49,7 @@ struct options {
     std::string type_v    = "f32";
 
     int steps         = 0;
+    int warmup        = 0; // steps in which the learning rate rises to lr
     int ctx           = 256;
     int batch         = 0; // tokens of an optimizer step, 0 = ctx
     int ubatch        = 0; // tokens of a graph, 0 = batch
@@ -82,6 +83,7 @@ struct options {
         };
         const std::map<std::string, int *> numbers = {
             { "--steps", &steps },
+            { "--warmup", &warmup },
             { "--ctx", &ctx },
             { "--batch", &batch },
             { "--ubatch", &ubatch },
@@ -310,8 +312,6 @@ static void say_memory(llama_context * ctx, const std::map<ggml_backend_dev_t, s
 static void train(llama_context * ctx, llama_model * model, const options & opt, const std::vector<llama_token> & tokens, observer & seen,
     const std::map<ggml_backend_dev_t, size_t> & before) {
     ggml_opt_optimizer_params rates = ggml_opt_get_default_optimizer_params(nullptr);
-    rates.adamw.alpha               = opt.lr;
-    rates.sgd.alpha                 = opt.lr;
     llama_opt_params params         = {
         /*.n_ctx_train     =*/0,
         /*.param_filter    =*/llama_opt_param_filter_all,
@@ -342,6 +342,8 @@ static void train(llama_context * ctx, llama_model * model, const options & opt,
             inputs[i] = first + i < tokens.size() ? tokens[first + i] : eos;
             labels[i] = first + i + 1 < tokens.size() ? tokens[first + i + 1] : eos;
         }
+        rates.adamw.alpha = rates.sgd.alpha = opt.lr * std::min(1.0, double(step) / std::max(opt.warmup, 1));
+
         seen.step        = step;
         const bool watch = (step == 1 && opt.nodes) || (step == opt.grads_step && !opt.grads.empty()) ||
             (step == opt.capture_step && !opt.capture.empty());
