@@ -185,22 +185,25 @@ static std::vector<double> dequantize(const tensor & t, int64_t j, int64_t g, in
     return { x.begin(), x.end() };
 }
 
-// a value, and how many magnitudes of which sum it is made of
+// What F32 may be off by: an operation by U of its result, exp by 2 ulp, and what follows from that to the first order; 1 % more for the rest.
+constexpr double U   = 0x1p-24;
+constexpr double EXP = 4 * U;
+
 struct sum {
     double value  = 0.0;
-    double size   = 0.0;
+    double size   = 0.0; // of its terms' magnitudes
+    double error  = 0.0; // of what its terms are off by
     int64_t terms = 0;
 
-    void add(double x, double magnitude) {
+    void add(double x, double e = 0.0) {
         value += x;
-        size += magnitude;
+        size += std::fabs(x);
+        error += e;
         terms += 1;
     }
 
-    // what F32 may be off by: a factor for the scores' own rounding, and half a unit for every term that is added up
-    double tolerance() const {
-        return (2e-5 + terms * 0x1p-24) * size + 1e-30;
-    }
+    // a rounding for each term, and of a term: its product, the scale, and its part of the sum in two chunks of keys
+    double tolerance() const { return 1.01 * (error + (terms + 4) * U * size) + 1e-30; }
 };
 
 struct gradients {
@@ -223,70 +226,108 @@ static gradients reference(const problem & p) {
         }
         for (int64_t hi = 0; hi < p.H / p.Hkv * p.N; ++hi) {
             const int64_t h = g * (p.H / p.Hkv) + hi / p.N, i = hi % p.N;
-            std::vector<double> score(p.M), dtanh(p.M, 1.0);
-            std::vector<sum> dp(p.M);
+            const int64_t r   = (s * p.H + h) * p.N + i;
+            const double c    = p.params.logit_softcap;
             const double sink = p.has_sinks ? p.sinks.at(h, 0, 0, 0) : -INFINITY;
-            double max        = sink;
+            double least = INFINITY, most = -INFINITY; // biases
             for (int64_t j = 0; j < p.M; ++j) {
                 const double b = p.bias(s, h, i, j);
+                least          = std::min(least, b == -INFINITY ? least : b);
+                most           = std::max(most, b);
+            }
+            // a bias that all keys share may be left out of the scores
+            const double shared = most > sink ? std::fabs(most) : 0.0;
+            const double shift  = least == most && !p.has_sinks ? 0.0 : std::fabs(most);
+
+            // scores, the derivative of the softcap, and what they are off by: absolute, relative
+            std::vector<double> score(p.M, -INFINITY), score_error(p.M), so_far(p.M), dtanh(p.M, 1.0), dtanh_error(p.M);
+            std::vector<sum> dp(p.M);
+            double max = -INFINITY;
+            for (int64_t j = 0; j < p.M; ++j) {
+                const double b = p.bias(s, h, i, j);
+                so_far[j]      = max;
                 if (b == -INFINITY) {
-                    score[j] = b;
                     continue;
                 }
-                double x = 0.0;
-                for (int64_t c = 0; c < p.Dk; ++c) {
-                    x += p.params.scale * p.q.at(c, i, h, s) * k[j][c];
+                sum qk;
+                for (int64_t e = 0; e < p.Dk; ++e) {
+                    qk.add(p.params.scale * p.q.at(e, i, h, s) * k[j][e]);
                 }
-                if (p.params.logit_softcap != 0.0f) {
-                    const double t = std::tanh(x / p.params.logit_softcap);
-                    x              = p.params.logit_softcap * t;
-                    dtanh[j]       = 1.0 - t * t;
+                for (int64_t e = 0; e < p.Dv; ++e) {
+                    dp[j].add(p.d.at(e, h, i, s) * v[j][e]);
                 }
-                for (int64_t c = 0; c < p.Dv; ++c) {
-                    const double y = p.d.at(c, h, i, s) * v[j][c];
-                    dp[j].add(y, std::fabs(y));
+                double x     = qk.value;
+                double error = qk.tolerance();
+                if (c != 0.0) {
+                    const double t = std::tanh(x / c);
+                    dtanh[j]       = 1.0 / std::pow(std::cosh(x / c), 2);
+                    dtanh_error[j] = 2 * std::fabs(t / c) * (error + 2 * U * std::fabs(x)) + EXP + 4 * U;
+                    error          = dtanh[j] * (error + 2 * U * std::fabs(x)) + std::fabs(c * t) * (2 * EXP + 4 * U);
+                    x              = c * t;
                 }
-                score[j] = x + b;
-                max      = std::max(max, score[j]);
+                score[j]       = x + b;
+                score_error[j] = error + U * (std::fabs(x) + 5 * (most - b) + 4 * shift);
+                max            = std::max(max, score[j]);
+                so_far[j]      = max;
             }
+            const double max_key = max;
+            max                  = std::max(max, sink);
             if (max == -INFINITY) {
-                out.part[GGML_FLASH_ATTN_BACK_LSE][(s * p.H + h) * p.N + i].value = -INFINITY;
+                out.part[GGML_FLASH_ATTN_BACK_LSE][r].value = -INFINITY;
                 continue;
             }
             double l = std::exp(sink - max);
             for (int64_t j = 0; j < p.M; ++j) {
                 l += std::exp(score[j] - max);
             }
-            const double lse = max + std::log(l);
+            const double lse    = max + std::log(l);
+            const double p_sink = std::exp(sink - lse);
+            std::vector<double> P(p.M), P_error(p.M), sum_error(p.M); // errors of exp(score - max), and of it in a sum, relative
+            double l_error = p_sink > 0.0 ? p_sink * U * (std::fabs(sink) + shared) : 0.0;
+            double rescale = 0.0; // every new maximum multiplies the sums so far
+            for (int64_t j = p.M - 1; j >= 0; --j) {
+                rescale += j + 1 < p.M && so_far[j] < so_far[j + 1] ? EXP : 0.0;
+                P[j] = std::exp(score[j] - lse);
+                if (P[j] > 0.0) {
+                    P_error[j]   = score_error[j] + U * (max - score[j]) + EXP;
+                    sum_error[j] = P_error[j] + rescale + U * (max_key - so_far[j]);
+                    l_error += P[j] * sum_error[j];
+                }
+            }
             sum D;
+            for (int64_t e = 0; e < p.Dv && p.has_o; ++e) {
+                D.value += p.d.at(e, h, i, s) * p.o.at(e, h, i, s);
+            }
             for (int64_t j = 0; j < p.M && !p.has_o; ++j) {
-                const double pj = std::exp(score[j] - lse);
-                D.add(pj * dp[j].value, pj * dp[j].size);
+                D.value += P[j] * dp[j].value;
+                D.error += P[j] * (std::fabs(dp[j].value) * (sum_error[j] + 2 * U) + dp[j].tolerance());
             }
-            for (int64_t c = 0; c < p.Dv && p.has_o; ++c) {
-                const double y = p.d.at(c, h, i, s) * p.o.at(c, h, i, s);
-                D.add(y, std::fabs(y));
-            }
-            const int64_t r = (s * p.H + h) * p.N + i;
-            out.part[GGML_FLASH_ATTN_BACK_LSE][r].add(lse, 1.0 + std::fabs(lse));
+            D.error += std::fabs(D.value) * ((p.has_o ? 0.0 : l_error) + 2 * U);
+            const double lse_error = l_error + 4 * U * (std::fabs(lse) + shared);
+
+            out.part[GGML_FLASH_ATTN_BACK_LSE][r].add(lse, lse_error);
             out.part[GGML_FLASH_ATTN_BACK_D][r] = D;
-            out.part[GGML_FLASH_ATTN_BACK_DSINKS][h].add(-std::exp(sink - lse) * D.value, std::exp(sink - lse) * D.size);
+            out.part[GGML_FLASH_ATTN_BACK_DSINKS][h].add(-p_sink * D.value, p_sink * (std::fabs(D.value) * lse_error + D.tolerance()));
             for (int64_t j = 0; j < p.M; ++j) {
-                const double pj   = std::exp(score[j] - lse);
-                const double ds   = p.params.scale * pj * (dp[j].value - D.value) * dtanh[j];
-                const double size = std::fabs(p.params.scale) * pj * (dp[j].size + D.size);
-                const int64_t w   = j - p.first;
-                const bool in     = pj > 0.0 && w >= 0 && w < W;
-                for (int64_t c = 0; c < p.Dk && pj > 0.0; ++c) {
-                    out.part[GGML_FLASH_ATTN_BACK_DQ][r * p.Dk + c].add(ds * k[j][c], size * std::fabs(k[j][c]));
+                if (P[j] == 0.0) {
+                    continue;
+                }
+                const double error      = P_error[j] + l_error + 2 * U;
+                const double dp_D       = dp[j].value - D.value;
+                const double dp_D_error = dp[j].tolerance() + D.tolerance() + std::fabs(dp_D) * (error + dtanh_error[j] + 3 * U);
+                const double ds         = p.params.scale * P[j] * dtanh[j];
+                const int64_t w         = j - p.first;
+                const bool in           = w >= 0 && w < W;
+                for (int64_t e = 0; e < p.Dk; ++e) {
+                    const double x = p.q.at(e, i, h, s);
+                    out.part[GGML_FLASH_ATTN_BACK_DQ][r * p.Dk + e].add(ds * dp_D * k[j][e], std::fabs(ds * k[j][e]) * dp_D_error);
                     if (in) {
-                        const double x = p.q.at(c, i, h, s);
-                        out.part[GGML_FLASH_ATTN_BACK_DK][(sg * W + w) * p.Dk + c].add(ds * x, size * std::fabs(x));
+                        out.part[GGML_FLASH_ATTN_BACK_DK][(sg * W + w) * p.Dk + e].add(ds * dp_D * x, std::fabs(ds * x) * dp_D_error);
                     }
                 }
-                for (int64_t c = 0; c < p.Dv && in; ++c) {
-                    const double x = p.d.at(c, h, i, s);
-                    out.part[GGML_FLASH_ATTN_BACK_DV][(sg * W + w) * p.Dv + c].add(pj * x, pj * std::fabs(x));
+                for (int64_t e = 0; e < p.Dv && in; ++e) {
+                    const double x = p.d.at(e, h, i, s);
+                    out.part[GGML_FLASH_ATTN_BACK_DV][(sg * W + w) * p.Dv + e].add(P[j] * x, std::fabs(P[j] * x) * error);
                 }
             }
         }
@@ -395,7 +436,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t * data, size_t size) {
             for (size_t e = 0; e < want.part[i].size(); ++e) {
                 const sum & w = want.part[i][e];
                 if (!(got[e] == w.value || std::fabs(got[e] - w.value) <= w.tolerance())) {
-                    fprintf(stderr, "part %d, element %zu: got %.9g, want %.9g, of magnitudes %.9g\n", i, e, got[e], w.value, w.size);
+                    fprintf(stderr, "part %d, element %zu: got %.9g, want %.9g, may be off by %.9g\n", i, e, got[e], w.value, w.tolerance());
                     abort();
                 }
             }
