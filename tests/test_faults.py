@@ -218,7 +218,21 @@ def test_a_stamp_that_is_cut_off_is_no_stamp(tmp_path: Path, monkeypatch: pytest
         assert (venv / "installed-").read_text() == stamp
 
 
-def test_a_killed_build_is_finished_by_the_next(tmp_path: Path) -> None:
+def kill_build(command: list[str], number: int) -> None:
+    run = subprocess.Popen(command, env=build.environment(), stdout=subprocess.DEVNULL, start_new_session=True)
+    time.sleep(0.06 * number)
+    os.killpg(run.pid, signal.SIGKILL)
+    run.wait()
+
+
+def fill_build(command: list[str], number: int) -> None:
+    with full_after(700 * number):
+        run = subprocess.run(command, env=build.environment() | {"CCACHE_DISABLE": "1"}, capture_output=True)
+    assert run.returncode != 0
+
+
+@pytest.mark.parametrize("stop", [kill_build, fill_build])
+def test_a_stopped_build_is_finished_by_the_next(stop: Callable[[list[str], int], None], tmp_path: Path) -> None:
     """A library with the operator's own build rules, whose sources change between the kills."""
     source, folder = tmp_path / "source", tmp_path / "build"
     rules = "src/ggml-flash-attn-back.cmake"
@@ -254,10 +268,7 @@ def test_a_killed_build_is_finished_by_the_next(tmp_path: Path) -> None:
         digest = edit(number)
         for path in source.glob("src/?.c"):
             path.touch()
-        run = subprocess.Popen(compile_, env=build.environment(), stdout=subprocess.DEVNULL, start_new_session=True)
-        time.sleep(0.06 * number)
-        os.killpg(run.pid, signal.SIGKILL)
-        run.wait()
+        stop(compile_, number)
         subprocess.run(compile_, env=build.environment(), check=True, capture_output=True)
         assert digest.encode() in (folder / "src/libggml-base.so").read_bytes()
 
