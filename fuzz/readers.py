@@ -1,6 +1,6 @@
 """Fuzz targets for what pyharness reads: captures, receipts, signatures, hooks, trees to be patched, archives.
 
-    python fuzz/readers.py TARGET [libFuzzer's options] [CORPUS]
+    python fuzz/readers.py TARGET [libFuzzer's options] [CORPUS...]     # corpus/TARGET holds inputs to start from
 
 runs one under atheris (`pip install atheris`); tests/test_fuzz.py runs all of them under hypothesis. A target takes any
 bytes: they say how something valid is damaged before it is read. What comes back is right, or an `errors.Failure`;
