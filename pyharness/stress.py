@@ -439,7 +439,11 @@ def soak(args: argparse.Namespace) -> int:
         "samples": samples,
     }
     print(f"soak\t{json.dumps(report)}")
-    growth = ", ".join(f"{where} memory {more / MIB:+.1f} MiB" for where, more in grown.items())
+    halfway = samples[len(samples) // 2]
+    growth = ", ".join(
+        f"{where} memory {(halfway[where] - samples[0][where]) / MIB:+.1f} half-way, {more / MIB:+.1f} MiB at the end"
+        for where, more in grown.items()
+    )
     print(
         f"{soaked.runs} runs of {len(soaked.cases)} cases on two streams in {samples[-1]['seconds']:.0f} s beside "
         f"{soaked.ballasts} blocks of ballast: {len(soaked.differing)} differ, {growth}"
