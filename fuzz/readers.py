@@ -267,6 +267,8 @@ def receipts(data: bytes) -> None:
         if found:
             receipt.summary(found[0])
             receipt.markdown([found[0]])
+            if found[0]["predicate"]["receipt"]["perf"]:
+                receipt.peers_table(found[0]["predicate"]["receipt"]["perf"])
             list(receipt.differences(first, found[0]))
             list(receipt.differences(found[0], first))
         else:

@@ -438,7 +438,21 @@ def _validator() -> Any:
 def schema_errors(document: Any) -> list[str]:
     """What breaks the schema, each with where it stands; empty = valid."""
     found = sorted(_validator().iter_errors(document), key=lambda e: list(map(str, e.absolute_path)))
-    return [f"{'/'.join(map(str, e.absolute_path)) or 'document'}: {e.message[:300]}" for e in found]
+    texts = [f"{'/'.join(map(str, e.absolute_path)) or 'document'}: {e.message[:300]}" for e in found]
+    return texts or list(_contradictions(document["predicate"]["receipt"]["perf"]))
+
+
+def _contradictions(perf: dict[str, Any] | None) -> Iterable[str]:
+    """Measurements that fit the schema and not each other."""
+    measurements = perf["measurements"] if perf else []
+    own = {(r["device"], r["case"]) for r in measurements if r["who"] == OPERATOR}
+    for number_, record in enumerate(measurements):
+        place = f"predicate/receipt/perf/measurements/{number_}"
+        if (record["device"], record["case"]) not in own:
+            yield f"{place}: the operator itself was not measured there"
+        times = [float(timing["median_ns"]) for timing in record["timings"]]
+        if not record["unavailable"] and not (times and all(time > 0 for time in times)):
+            yield f"{place}/timings: no time, and not unavailable"
 
 
 def _no_constant(name: str) -> Any:

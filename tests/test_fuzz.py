@@ -151,6 +151,23 @@ def test_members_that_are_shown_have_the_type_that_is_shown(
         statement.read(path)
 
 
+@pytest.mark.parametrize(
+    ("edit", "words"),
+    [
+        (lambda record: record.update(who="x"), "/0: the operator itself was not measured there"),
+        (lambda record: record.update(timings=[]), "/0/timings: no time"),
+        (lambda record: record["timings"][0].update(median_ns="0"), "/0/timings: no time"),
+        (lambda record: record["timings"][0].update(median_ns="nan"), "/0/timings: no time"),
+    ],
+)
+def test_measurements_fit_each_other(edit: Callable[[dict[str, Any]], Any], words: str, tmp_path: Path) -> None:
+    (of,) = (i for i, r in enumerate(readers.RECEIPTS) if r["predicate"]["receipt"]["perf"])
+    path = damaged(tmp_path, lambda body: edit(body["perf"]["measurements"][0]), of)
+    with pytest.raises(errors.Invalid, match=f"measurements{words}"):
+        statement.read(path)
+    assert verify.exit_code(verify.check(path, sources_only=True)) == verify.INVALID
+
+
 def test_a_seal_of_measurements_that_are_not_there_is_an_edit(tmp_path: Path) -> None:
     path = damaged(tmp_path, lambda body: (body.update(perf=None), body["seals"].update({"perf/0": "0" * 16})))
     found = verify.check(path, sources_only=True)
