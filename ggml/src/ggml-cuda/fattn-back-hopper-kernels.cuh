@@ -65,7 +65,7 @@ struct fattn_back_hopper_params {
     float4 * scale;    // [S*Hkv] powers of two: of Q, K (with the sign of the scale), V, and of the longest row of dO
     half * k;        // [units][kts] tiles of (K - mean)*scale
     half * v;
-    half * ds;       // [units*G][kts][QT] tiles of dS^T, keys in rows; NULL: dQ is formed without
+    half * ds;       // [units*G][kts][QT] tiles of dS^T, keys in rows, queries in the order of fattn_back_hopper_ds_query
     half * q;        // [units*G][QT] tiles of Q*scale
     half * dO;       // dO, every row with its own power of two
     float4 * rows;     // [units*G][64*QT] Q . mean(K), dO . mean(V), power of two of dO
@@ -106,12 +106,17 @@ static __device__ __forceinline__ int fattn_back_hopper_last_key(const fattn_bac
     return min(p.KT, p.kt0 + p.kts);
 }
 
-// dS is an operand of a tile of its own
+// dS is an operand of a tile of its own. A thread's values of a row are adjacent there: 8j + 2c + i is column 32(j/4) + 8c + 2(j%4) + i.
 #define FATTN_BACK_HOPPER_DS (FATTN_BACK_HOPPER_ROWS * FATTN_BACK_HOPPER_ROWS * 2) // bytes
 
 static __device__ __forceinline__ char * fattn_back_hopper_ds(
     const fattn_back_hopper_params & p, const int lhead, const int qt, const int kt) {
     return (char *) p.ds + (((int64_t) lhead * p.kts + kt - p.kt0) * p.QT + qt) * FATTN_BACK_HOPPER_DS;
+}
+
+// query of a column
+static __device__ __forceinline__ int fattn_back_hopper_ds_query(const int col) {
+    return col / 32 * 32 + col % 8 / 2 * 8 + col / 8 % 4 * 2 + col % 2;
 }
 
 // Shared memory of a block: nwg own tiles of two operands, rings of n1 and n2 streamed tiles. Of the first operands (Q, K) a tile is
@@ -137,7 +142,9 @@ struct fattn_back_hopper_smem {
     static constexpr int empty1   = full1 + n1 * 8;
     static constexpr int full2    = empty1 + n1 * 8;
     static constexpr int empty2   = full2 + n2 * 8;
-    static constexpr int bytes    = empty2 + n2 * 8;
+    static constexpr int full_p   = empty2 + n2 * 8; // P of the exchange
+    static constexpr int empty_p  = full_p + (with_exchange ? 2 * 8 : 0);
+    static constexpr int bytes    = empty_p + (with_exchange ? 2 * 8 : 0);
     static constexpr int stages1  = n1;
     static constexpr int stages2  = n2;
     static constexpr int groups   = nwg;
@@ -173,6 +180,9 @@ static __device__ __forceinline__ void fattn_back_hopper_init(const uint32_t sme
         for (int i = 0; i < L::stages2; ++i) {
             hopper_barrier_init(smem + L::full2 + 8 * i, 1);
             hopper_barrier_init(smem + L::empty2 + 8 * i, nthreads);
+        }
+        for (int i = L::full_p; i < L::bytes; i += 8) {
+            hopper_barrier_init(smem + i, 128);
         }
         hopper_barrier_init_done();
     }
@@ -291,15 +301,21 @@ static __device__ __forceinline__ void fattn_back_hopper_product(float (&acc)[32
     hopper_wgmma_commit();
 }
 
-// the same with a in registers
-template <int D>
-static __device__ __forceinline__ void fattn_back_hopper_product(float (&acc)[32], const uint32_t (&a)[D / 4], const uint32_t b) {
+// the same with a, or its first columns, in registers
+template <int D, int n>
+static __device__ __forceinline__ void fattn_back_hopper_product(
+    float (&acc)[32], const uint32_t (&a16)[n], const uint32_t a, const uint32_t b) {
+    const uint64_t da = hopper_desc(a);
     const uint64_t db = hopper_desc(b);
     hopper_wgmma_fence();
-    hopper_wgmma_rows<true>(acc, a, db);
+    hopper_wgmma_rows<true>(acc, a16, db);
 #pragma unroll
     for (int k = 1; k < D / 16; ++k) {
-        hopper_wgmma_rows<false>(acc, a + 4 * k, db + hopper_step_rows(k));
+        if (4 * k < n) {
+            hopper_wgmma_rows<false>(acc, a16 + 4 * k, db + hopper_step_rows(k));
+        } else {
+            hopper_wgmma<false>(acc, da + hopper_step_rows(k), db + hopper_step_rows(k));
+        }
     }
     hopper_wgmma_commit();
 }
@@ -316,7 +332,7 @@ static __device__ __forceinline__ void fattn_back_hopper_accumulate(float (&acc)
     hopper_wgmma_commit();
 }
 
-// acc[64 x 2*R] += a^T b; a[64 x 64] and b tiles in shared memory. One group.
+// acc[64 x 2*R] += a^T b; a[64 x 64] and b tiles in shared memory. The caller commits.
 template <int R>
 static __device__ __forceinline__ void fattn_back_hopper_accumulate_t(float (&acc)[R], const uint32_t a, const uint32_t b) {
     const uint64_t da = hopper_desc(a);
@@ -326,7 +342,6 @@ static __device__ __forceinline__ void fattn_back_hopper_accumulate_t(float (&ac
     for (int k = 0; k < 4; ++k) {
         hopper_wgmma_cols(acc, da + hopper_step_cols(k), db + hopper_step_cols(k));
     }
-    hopper_wgmma_commit();
 }
 
 // accumulators [64 x 64] to the operand of the next product
@@ -404,38 +419,31 @@ static __device__ __forceinline__ void fattn_back_hopper_store_dv(
     }
 }
 
-// A row of accumulators [64 x D] of a query tile, times factor, to dQ; r: the thread's first or second. The first keys also bring what the
-// sink takes from it, others are added.
-template <int R>
-static __device__ __forceinline__ void fattn_back_hopper_store_dq(
-    const fattn_back_hopper_params & p, const float (&acc)[R], const float factor, const int r, const int lhead, const int q) {
+// A row of accumulators [64 x 2*R] of a query tile, times factor, to columns col0 and on of dQ; r: the thread's first or second. The first
+// keys also bring what the sink takes from it, others are added: one block owns the row, so that the order is that of the launches.
+template <int D, int R>
+static __device__ __forceinline__ void fattn_back_hopper_store_dq(const fattn_back_hopper_params & p, const float (&acc)[R],
+    const float factor, const int r, const int lhead, const int q, const int col0) {
     const int h       = fattn_back_hopper_head(p, lhead);
     const int64_t row = p.a.row(q, h, fattn_back_hopper_seq(p, lhead));
-    const int col     = 2 * (threadIdx.x % 4);
+    const int col     = col0 + 2 * (threadIdx.x % 4);
     float sink        = 0.0f;
     if (p.a.sinks != nullptr && p.a.sinks[h] != -INFINITY && p.kt0 == 0) {
         sink = p.a.scale * p.a.D[row] * hopper_exp2((p.a.sinks[h] - p.a.LSE[row]) * FATTN_BACK_HOPPER_LOG2E);
     }
     const float * mean = p.mean_k + (int64_t) (p.unit0 + lhead / p.a.G) * FATTN_BACK_HOPPER_MAX_D + col;
-    float * dst        = p.a.dQ + row * (2 * R) + col;
-    // loads of several columns before the stores, which they could not pass
+    float * dst        = p.a.dQ + row * D + col;
 #pragma unroll
-    for (int j0 = 0; j0 < R / 4; j0 += 8) {
-        float2 y[8];
-#pragma unroll
-        for (int j = 0; j < 8; ++j) {
-            y[j] = make_float2(0.0f, 0.0f);
-            if (p.kt0 > 0) {
-                y[j] = *(const float2 *) (dst + 8 * (j0 + j));
-            } else if (sink != 0.0f) {
-                y[j] = make_float2(sink * mean[8 * (j0 + j) + 0], sink * mean[8 * (j0 + j) + 1]);
-            }
+    for (int j = 0; j < R / 4; ++j) {
+        float2 y = make_float2(acc[4 * j + 2 * r + 0] * factor, acc[4 * j + 2 * r + 1] * factor);
+        if (sink != 0.0f) {
+            y.x = fmaf(sink, mean[8 * j + 0], y.x);
+            y.y = fmaf(sink, mean[8 * j + 1], y.y);
         }
-#pragma unroll
-        for (int j = 0; j < 8; ++j) {
-            y[j].x                           = fmaf(acc[4 * (j0 + j) + 2 * r + 0], factor, y[j].x);
-            y[j].y                           = fmaf(acc[4 * (j0 + j) + 2 * r + 1], factor, y[j].y);
-            *(float2 *) (dst + 8 * (j0 + j)) = y[j];
+        if (p.kt0 > 0) {
+            hopper_add(dst + 8 * j, y);
+        } else {
+            *(float2 *) (dst + 8 * j) = y;
         }
     }
 }
@@ -653,12 +661,16 @@ static __device__ __forceinline__ void fattn_back_hopper_keys_half(
     uint32_t X16[16];
 
     fattn_back_hopper_ring<stages> ring;
-    int pair = 0; // slot of the exchange; its barriers: 1 + pair for P is there, 3 + pair for it has been read
-    if constexpr (!first) {
-        hopper_named_arrive<256>(3);
-        hopper_named_arrive<256>(4);
-    }
+    fattn_back_hopper_ring<2> pair; // of the exchange
+    const uint32_t own = smem + (first ? L::own1 : L::own2);
     hopper_barrier_wait(smem + L::own, 0);
+    uint32_t own16[split ? 1 : D / 8]; // half of the own columns: what comes from registers need not come from shared memory
+    if constexpr (!split) {
+#pragma unroll
+        for (int k = 0; k < D / 32; ++k) {
+            hopper_load_rows(own16 + 4 * k, own, k);
+        }
+    }
     int prev = -1;
     while (true) {
         hopper_barrier_wait(smem + L::full1 + 8 * ring.stage, ring.parity);
@@ -668,11 +680,14 @@ static __device__ __forceinline__ void fattn_back_hopper_keys_half(
             break;
         }
         float X[32]; // S, then P; dP, then dS
-        if constexpr (first) {
-            fattn_back_hopper_product<D, split>(X, smem + L::own1, smem + L::ring1 + ring.stage * L::tile1);
-        } else {
+        if constexpr (!first) {
             hopper_barrier_wait(smem + L::full2 + 8 * ring.stage, ring.parity);
-            fattn_back_hopper_product<D, false>(X, smem + L::own2, smem + L::ring2 + ring.stage * L::tile);
+        }
+        const uint32_t streamed = smem + (first ? L::ring1 + ring.stage * L::tile1 : L::ring2 + ring.stage * L::tile);
+        if constexpr (split) {
+            fattn_back_hopper_product<D, first>(X, own, streamed);
+        } else {
+            fattn_back_hopper_product<D>(X, own16, own, streamed);
         }
         float2 col_stat[8];
         fattn_back_hopper_load_columns(
@@ -686,54 +701,48 @@ static __device__ __forceinline__ void fattn_back_hopper_keys_half(
         hopper_wgmma_wait<0>();
         hopper_pin(X);
 
-        const int exchange = L::extra + pair * L::exchange + warp * (L::exchange / 4);
-        float4 * slot      = (float4 *) (smem_ptr + exchange) + lane;
+        float4 * slot          = (float4 *) (smem_ptr + L::extra + pair.stage * L::exchange + warp * (L::exchange / 4)) + lane;
+        const uint32_t full_p  = smem + L::full_p + 8 * pair.stage;
+        const uint32_t empty_p = smem + L::empty_p + 8 * pair.stage;
         if constexpr (first) {
             if ((states & 3) != FATTN_BACK_TILE_FULL) {
                 const int lhead = meta.get(meta.x.x);
                 fattn_back_hopper_mask<true>(X, p, lhead, t0, meta.get(meta.x.y), fattn_back_hopper_slope(p, lhead) / sc);
             }
             fattn_back_hopper_probs_t(X, sc, col_stat);
-            hopper_named_sync<256>(3 + pair);
+            hopper_barrier_wait(empty_p, pair.parity ^ 1);
 #pragma unroll
             for (int i = 0; i < 8; ++i) {
                 slot[32 * i] = make_float4(X[4 * i + 0], X[4 * i + 1], X[4 * i + 2], X[4 * i + 3]);
             }
-            hopper_named_arrive<256>(1 + pair);
+            hopper_barrier_arrive(full_p);
             fattn_back_hopper_operand(X16, X);
             hopper_barrier_wait(smem + L::full2 + 8 * ring.stage, ring.parity);
             fattn_back_hopper_accumulate(acc, X16, smem + L::ring2 + ring.stage * L::tile);
         } else {
-            if (ds && prev >= 0) {
-                if (lane == 0) {
-                    hopper_store_wait(); // the copy of the previous dS has left the exchange
-                }
-                __syncwarp();
-                hopper_named_arrive<256>(3 + (pair ^ 1));
-            }
-            hopper_named_sync<256>(1 + pair);
+            hopper_barrier_wait(full_p, pair.parity);
             float P[32];
 #pragma unroll
             for (int i = 0; i < 8; ++i) {
                 *(float4 *) (P + 4 * i) = slot[32 * i];
             }
             fattn_back_hopper_ds_t(X, P, col_stat);
+            hopper_barrier_arrive(empty_p);
             fattn_back_hopper_operand(X16, X);
             if constexpr (ds) {
-                __syncwarp();
-                hopper_store_rows(X16, smem + exchange);
-                hopper_store_fence();
-                __syncwarp();
-                if (lane == 0) {
-                    hopper_store(fattn_back_hopper_ds(p, meta.x.x, meta.x.y, t0) + warp * (FATTN_BACK_HOPPER_DS / 4), smem + exchange,
-                        FATTN_BACK_HOPPER_DS / 4);
+                char * dst = fattn_back_hopper_ds(p, meta.get(meta.x.x), meta.get(meta.x.y), t0) + (warp * 16 + lane / 4) * 128;
+#pragma unroll
+                for (int r = 0; r < 2; ++r) {
+#pragma unroll
+                    for (int h = 0; h < 2; ++h) {
+                        *(uint4 *) (dst + r * 8 * 128 + ((4 * h + lane % 4) ^ (lane / 4)) * 16) =
+                            make_uint4(X16[8 * h + r], X16[8 * h + r + 2], X16[8 * h + r + 4], X16[8 * h + r + 6]);
+                    }
                 }
-            } else {
-                hopper_named_arrive<256>(3 + pair);
             }
             fattn_back_hopper_accumulate(acc, X16, smem + L::ring1 + ring.stage * L::tile1);
         }
-        pair ^= 1;
+        pair.next();
         if constexpr (stages == 1) {
             hopper_wgmma_wait<0>();
             hopper_barrier_arrive(smem + L::empty1);
@@ -747,19 +756,8 @@ static __device__ __forceinline__ void fattn_back_hopper_keys_half(
     hopper_pin(X16);
     hopper_pin(acc);
     if constexpr (first) {
-        hopper_named_sync<256>(3 + pair);
-        hopper_named_sync<256>(3 + (pair ^ 1));
         fattn_back_hopper_store_dv(p, acc, unit, t0);
     } else {
-        if constexpr (ds) {
-            if (lane == 0) {
-                hopper_store_wait();
-            }
-            __syncwarp();
-            if (prev >= 0) {
-                hopper_named_arrive<256>(3 + (pair ^ 1));
-            }
-        }
         fattn_back_hopper_store_dk(p, acc, unit, t0);
     }
 }
@@ -802,24 +800,27 @@ static __global__ void __launch_bounds__(3 * 128, 1) flash_attn_back_hopper_keys
 #endif // defined(__CUDA_ARCH_FEAT_SM90_ALL)
 }
 
-// Shared memory of dq: stages of a tile of K and nwg tiles of dS
-template <int D, int nwg, int n>
+#define FATTN_BACK_HOPPER_DQ_TILES 3 // query tiles of a block of dq
+
+// Shared memory of dq: stages of a tile of K and the block's tiles of dS
+template <int D, int n>
 struct fattn_back_hopper_smem_dq {
     static constexpr int tile  = FATTN_BACK_HOPPER_ROWS * D * 2;
     static constexpr int ds    = tile;
-    static constexpr int stage = ds + nwg * FATTN_BACK_HOPPER_DS;
+    static constexpr int stage = ds + FATTN_BACK_HOPPER_DQ_TILES * FATTN_BACK_HOPPER_DS;
     static constexpr int meta  = n * stage;
     static constexpr int full  = meta + n * 8;
     static constexpr int empty = full + n * 8;
     static constexpr int bytes = empty + n * 8;
 };
 
-// dQ from dS and K of the key tiles in the workspace, added to what came of the keys before. Grid: heads, blocks of nwg query tiles.
-// Block: nwg warpgroups with 64 queries each, then the producer.
-template <int D, int nwg, int stages>
-static __global__ void __launch_bounds__((nwg + 1) * 128, 1) flash_attn_back_hopper_dq(const __grid_constant__ fattn_back_hopper_params p) {
+// dQ from dS and K of the key tiles in the workspace, added to what came of the keys before. Grid: heads, blocks of three query tiles.
+// Block: two warpgroups, the producer. The first has the first query tile, the second the second, and each half of the columns of the third:
+// K is read from L2 for as many queries as the registers hold sums of.
+template <int D, int stages>
+static __global__ void __launch_bounds__(3 * 128, 1) flash_attn_back_hopper_dq(const __grid_constant__ fattn_back_hopper_params p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-    using L = fattn_back_hopper_smem_dq<D, nwg, stages>;
+    using L = fattn_back_hopper_smem_dq<D, stages>;
     extern __shared__ __align__(1024) char smem_ptr[];
     const uint32_t smem = hopper_smem(smem_ptr);
     const int lhead     = blockIdx.x;
@@ -830,19 +831,20 @@ static __global__ void __launch_bounds__((nwg + 1) * 128, 1) flash_attn_back_hop
     if (threadIdx.x == 0) {
         for (int i = 0; i < stages; ++i) {
             hopper_barrier_init(smem + L::full + 8 * i, 1);
-            hopper_barrier_init(smem + L::empty + 8 * i, 128 * nwg);
+            hopper_barrier_init(smem + L::empty + 8 * i, 256);
         }
         hopper_barrier_init_done();
     }
     __syncthreads();
-    const int t0 = blockIdx.y * nwg;
+    const int t0 = blockIdx.y * FATTN_BACK_HOPPER_DQ_TILES;
     const int wg = __shfl_sync(0xFFFFFFFF, threadIdx.x / 128, 0); // uniform for the compiler, too
     fattn_back_hopper_ring<stages> ring;
 
-    if (wg == nwg) {
-        if (threadIdx.x / 32 == 4 * nwg) {
+    if (wg == 2) {
+        hopper_registers_dec<24>();
+        if (threadIdx.x / 32 == 8) {
             const int last = fattn_back_hopper_last_key(p);
-            fattn_back_hopper_walk<false, nwg>(p, lhead, t0, p.kt0, last, [&](const int t, const uint32_t states) {
+            fattn_back_hopper_walk<false, FATTN_BACK_HOPPER_DQ_TILES>(p, lhead, t0, p.kt0, last, [&](const int t, const uint32_t states) {
                 if (threadIdx.x % 32 == 0) {
                     const uint32_t full = smem + L::full + 8 * ring.stage;
                     const uint32_t dst  = smem + ring.stage * L::stage;
@@ -851,7 +853,7 @@ static __global__ void __launch_bounds__((nwg + 1) * 128, 1) flash_attn_back_hop
                     hopper_barrier_expect(full, L::tile + __popc((states | states >> 1) & 0x55555555) * FATTN_BACK_HOPPER_DS);
                     const char * k = (const char *) p.k + ((int64_t) unit * p.kts + t - p.kt0) * L::tile;
                     hopper_load(dst, k, L::tile, full);
-                    for (int w = 0; w < nwg; ++w) {
+                    for (int w = 0; w < FATTN_BACK_HOPPER_DQ_TILES; ++w) {
                         if ((states >> 2 * w & 3) != FATTN_BACK_TILE_SKIP) {
                             const char * ds = fattn_back_hopper_ds(p, lhead, t0 + w, t);
                             hopper_load(dst + L::ds + w * FATTN_BACK_HOPPER_DS, ds, FATTN_BACK_HOPPER_DS, full);
@@ -868,10 +870,16 @@ static __global__ void __launch_bounds__((nwg + 1) * 128, 1) flash_attn_back_hop
             }
         }
     } else {
-        float acc[D / 2];
+        hopper_registers_inc<240>();
+        float own[D / 2];
+        float shared[D / 4];
 #pragma unroll
-        for (int i = 0; i < D / 2; ++i) {
-            acc[i] = 0.0f;
+        for (float & x : own) {
+            x = 0.0f;
+        }
+#pragma unroll
+        for (float & x : shared) {
+            x = 0.0f;
         }
         int prev = -1;
         while (true) {
@@ -880,13 +888,16 @@ static __global__ void __launch_bounds__((nwg + 1) * 128, 1) flash_attn_back_hop
             if (states < 0) {
                 break;
             }
+            const uint32_t k  = smem + ring.stage * L::stage;
+            const uint32_t ds = k + L::ds;
             if ((states >> 2 * wg & 3) != FATTN_BACK_TILE_SKIP) {
-                const uint32_t src = smem + ring.stage * L::stage;
-                fattn_back_hopper_accumulate_t(acc, src + L::ds + wg * FATTN_BACK_HOPPER_DS, src);
-                hopper_wgmma_wait<1>();
-            } else {
-                hopper_wgmma_wait<0>();
+                fattn_back_hopper_accumulate_t(own, ds + wg * FATTN_BACK_HOPPER_DS, k);
             }
+            if ((states >> 4) != FATTN_BACK_TILE_SKIP) {
+                fattn_back_hopper_accumulate_t(shared, ds + 2 * FATTN_BACK_HOPPER_DS, k + wg * (D / 128) * FATTN_BACK_HOPPER_PANEL);
+            }
+            hopper_wgmma_commit();
+            hopper_wgmma_wait<1>();
             if (prev >= 0) {
                 hopper_barrier_arrive(smem + L::empty + 8 * prev);
             }
@@ -894,14 +905,20 @@ static __global__ void __launch_bounds__((nwg + 1) * 128, 1) flash_attn_back_hop
             ring.next();
         }
         hopper_wgmma_wait<0>();
-        hopper_pin(acc);
+        hopper_pin(own);
+        hopper_pin(shared);
         const float4 scale = p.scale[p.unit0 + unit];
         const float factor = p.a.scale / scale.y / scale.z / scale.w / (1 << FATTN_BACK_HOPPER_SHIFT_P);
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            const int q = (t0 + wg) * FATTN_BACK_HOPPER_ROWS + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4 + 8 * r;
+            const int row = fattn_back_hopper_ds_query(threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4 + 8 * r);
+            const int q   = (t0 + wg) * FATTN_BACK_HOPPER_ROWS + row;
+            const int q2  = (t0 + 2) * FATTN_BACK_HOPPER_ROWS + row;
             if (q < p.a.N) {
-                fattn_back_hopper_store_dq(p, acc, factor, r, lhead, q);
+                fattn_back_hopper_store_dq<D>(p, own, factor, r, lhead, q, 0);
+            }
+            if (q2 < p.a.N) {
+                fattn_back_hopper_store_dq<D>(p, shared, factor, r, lhead, q2, wg * (D / 2));
             }
         }
     }
@@ -1006,7 +1023,7 @@ static __global__ void __launch_bounds__((nwg + 1) * 128, 1) flash_attn_back_hop
             float S[32];
             float dP[32];
             if constexpr (regs) {
-                fattn_back_hopper_product<D>(S, Q16, smem + L::ring1 + ring1.stage * L::tile1);
+                fattn_back_hopper_product<D>(S, Q16, own1, smem + L::ring1 + ring1.stage * L::tile1);
             } else {
                 fattn_back_hopper_product<D, split>(S, own1, smem + L::ring1 + ring1.stage * L::tile1);
             }
@@ -1023,7 +1040,7 @@ static __global__ void __launch_bounds__((nwg + 1) * 128, 1) flash_attn_back_hop
             }
             hopper_barrier_wait(smem + L::full2 + 8 * ring2.stage, ring2.parity);
             if constexpr (regs) {
-                fattn_back_hopper_product<D>(dP, dO16, smem + L::ring2 + ring2.stage * L::tile);
+                fattn_back_hopper_product<D>(dP, dO16, own2, smem + L::ring2 + ring2.stage * L::tile);
             } else {
                 fattn_back_hopper_product<D, false>(dP, own2, smem + L::ring2 + ring2.stage * L::tile);
             }
@@ -1193,7 +1210,7 @@ static __global__ void __launch_bounds__((nwg + 1) * 128, 1) flash_attn_back_hop
             if constexpr (has_dq) {
                 __syncwarp(); // LSE and D are written
                 if (p.a.dQ != nullptr && q < p.a.N) {
-                    fattn_back_hopper_store_dq(p, A, factor, r, lhead, q);
+                    fattn_back_hopper_store_dq<D>(p, A, factor, r, lhead, q, 0);
                 }
             }
         }

@@ -69,22 +69,6 @@ static __device__ __forceinline__ void hopper_load(const uint32_t dst, const voi
         "r"(bar) : "memory");
 }
 
-// makes what the thread wrote to shared memory visible to copies
-static __device__ __forceinline__ void hopper_store_fence() {
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-}
-
-// copies bytes (a multiple of 16) from shared memory; only the thread itself can wait for it
-static __device__ __forceinline__ void hopper_store(void * dst, const uint32_t src, const uint32_t bytes) {
-    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(dst), "r"(src), "r"(bytes) : "memory");
-    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
-}
-
-// waits until the thread's copies have read their sources
-static __device__ __forceinline__ void hopper_store_wait() {
-    asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
-}
-
 template <int n>
 static __device__ __forceinline__ void hopper_registers_inc() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(n));
@@ -208,10 +192,17 @@ static __device__ __forceinline__ void hopper_wgmma(float (&d)[R], const uint32_
     }
 }
 
-// d[64 x 256] += a[16 x 64]^T b[16 x 256], both in shared memory
-static __device__ __forceinline__ void hopper_wgmma_cols(float (&d)[128], const uint64_t a, const uint64_t b) {
-    asm volatile("wgmma.mma_async.sync.aligned.m64n256k16.f32.f16.f16 {" HOPPER_REGS_128 "}, %128, %129, 1, 1, 1, 1, 1;\n"
-        : HOPPER_ACC_128("+f", d, 0) : "l"(a), "l"(b));
+// d[64 x 2*R] += a[16 x 64]^T b[16 x 2*R], both in shared memory
+template <int R>
+static __device__ __forceinline__ void hopper_wgmma_cols(float (&d)[R], const uint64_t a, const uint64_t b) {
+    static_assert(R == 64 || R == 128, "unexpected number of columns");
+    if constexpr (R == 64) {
+        asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 {" HOPPER_REGS_64 "}, %64, %65, 1, 1, 1, 1, 1;\n"
+            : HOPPER_ACC_64("+f", d, 0) : "l"(a), "l"(b));
+    } else {
+        asm volatile("wgmma.mma_async.sync.aligned.m64n256k16.f32.f16.f16 {" HOPPER_REGS_128 "}, %128, %129, 1, 1, 1, 1, 1;\n"
+            : HOPPER_ACC_128("+f", d, 0) : "l"(a), "l"(b));
+    }
 }
 
 // operand of the k-th step along the columns, rows 16*warp to 16*warp + 15 of a tile
@@ -223,23 +214,16 @@ static __device__ __forceinline__ void hopper_load_rows(uint32_t * a, const uint
         : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3]) : "r"(addr) : "memory");
 }
 
-// accumulators of rows 16*warp to 16*warp + 15 and 64 columns as fp16 to these rows of a tile
-static __device__ __forceinline__ void hopper_store_rows(const uint32_t (&a)[16], const uint32_t rows) {
-    const int lane = threadIdx.x % 32;
-    const int row  = lane % 16;
-#pragma unroll
-    for (int k = 0; k < 4; ++k) {
-        const uint32_t addr = rows + row * 128 + ((2 * k + lane / 16) ^ row % 8) * 16;
-        asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(addr), "r"(a[4 * k + 0]), "r"(a[4 * k + 1]),
-            "r"(a[4 * k + 2]), "r"(a[4 * k + 3]) : "memory");
-    }
-}
-
 // a load that stays where it is written
 static __device__ __forceinline__ float2 hopper_load_float2(const uint32_t addr) {
     float2 x;
     asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(addr) : "memory");
     return x;
+}
+
+// adds to memory; the thread does not wait for what was there
+static __device__ __forceinline__ void hopper_add(float * dst, const float2 x) {
+    asm volatile("red.relaxed.gpu.global.add.v2.f32 [%0], {%1, %2};" ::"l"(dst), "f"(x.x), "f"(x.y) : "memory");
 }
 
 static __device__ __forceinline__ float hopper_exp2(const float x) {

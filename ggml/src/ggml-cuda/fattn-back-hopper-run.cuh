@@ -14,12 +14,13 @@ struct fattn_back_hopper_plan {
     int units[2];     // of a pass, not split and split
     int kts_stats;     // not split: key tiles that are in the workspace together, for LSE and D
     int kts_ds;        // with dS, 0: dS is not kept
+    int units_ds;      // units whose dS is kept together
     size_t size;         // of the workspace, 0: one unit does not fit
 };
 
-// places the arrays in the workspace, returns its size; base may be NULL. ds: with dS.
+// places the arrays in the workspace, returns its size; base may be NULL. units_ds: whose keys are there with dS, 0: of all units without.
 static size_t fattn_back_hopper_layout(
-    fattn_back_hopper_params & p, char * base, const int units, const int kts, const bool split, const bool ds) {
+    fattn_back_hopper_params & p, char * base, const int units, const int kts, const bool split, const int units_ds) {
     size_t size     = 0;
     const auto take = [&](auto *& ptr, const int64_t n) {
         ptr = (std::remove_reference_t<decltype(ptr)>) (base + size);
@@ -45,45 +46,75 @@ static size_t fattn_back_hopper_layout(
     // from here on only for a while
     const size_t start = size;
     take(p.colparts, (int64_t) units * 2 * p.nparts * FATTN_BACK_HOPPER_COLPART);
-    const size_t end = size;
-    size             = start;
-    p.kts            = kts;
-    take(p.k, (int64_t) units * kts * FATTN_BACK_HOPPER_ROWS * p.a.Dk * (split ? 2 : 1));
-    take(p.v, (int64_t) units * kts * FATTN_BACK_HOPPER_ROWS * p.a.Dv);
-    if (ds) {
-        take(p.ds, heads * p.QT * kts * FATTN_BACK_HOPPER_ROWS * FATTN_BACK_HOPPER_ROWS);
+    const size_t end    = size;
+    size                = start;
+    p.kts               = kts;
+    const int64_t nkeys = (int64_t) (units_ds > 0 ? units_ds : units) * kts * FATTN_BACK_HOPPER_ROWS;
+    take(p.k, nkeys * p.a.Dk * (split ? 2 : 1));
+    take(p.v, nkeys * p.a.Dv);
+    if (units_ds > 0) {
+        take(p.ds, nkeys * p.a.G * p.QT * FATTN_BACK_HOPPER_ROWS);
     }
     return std::max(size, end);
 }
 
-// Where many keys meet few queries, dS of as many key tiles as there are multiprocessors fits the workspace, and dQ costs one product
-// instead of three. Under a causal mask the key tiles of a range have then much the same to do.
-static bool fattn_back_hopper_plan_ds(fattn_back_hopper_plan & plan, const size_t limit, const int nsm) {
+// The passes of D = 256 over units and over ranges of keys that take the multiprocessors least time. Where many keys meet few queries, dS of
+// as many key tiles as there are multiprocessors fits the workspace, and dQ costs one product instead of three. Under a causal mask the
+// key tiles of a range have then much the same to do.
+static bool fattn_back_hopper_plan_ranges(fattn_back_hopper_plan & plan, const size_t limit, const int nsm) {
     fattn_back_hopper_params & p = plan.p;
-    const int total              = p.a.S * p.a.Hkv;
-    if (p.a.Dk != FATTN_BACK_HOPPER_MAX_D || p.a.dQ == nullptr || (p.a.dK == nullptr && p.a.dV == nullptr) || p.a.kv_count < p.a.M ||
-        p.KT < 4 * p.QT) {
-        return false;
-    }
-    for (int passes = 1; passes <= total; ++passes) {
-        const int units   = (total + passes - 1) / passes;
-        const int kts     = std::min(p.KT, nsm / units);
-        const size_t size = fattn_back_hopper_layout(p, nullptr, units, kts, false, true);
-        if (kts > 0 && size <= limit) {
-            size_t size_stats;
-            int ranges = 0;
-            do {
-                ranges++;
-                plan.kts_stats = (p.KT + ranges - 1) / ranges;
-                size_stats     = fattn_back_hopper_layout(p, nullptr, units, plan.kts_stats, false, false);
-            } while (size_stats > limit && ranges < p.KT);
-            plan.units[0] = units;
-            plan.kts_ds   = kts;
-            plan.size     = std::max(size, size_stats);
-            return plan.size <= limit;
+    const fattn_back_args & a    = p.a;
+    const int total              = a.S * a.Hkv;
+    const bool ds                = a.dQ != nullptr && (a.dK != nullptr || a.dV != nullptr) && a.kv_count == a.M && p.KT >= 4 * p.QT &&
+        fattn_back_hopper_layout(p, nullptr, 1, std::min(p.KT, nsm), false, 1) <= limit;
+    // query tiles that a multiprocessor takes one after the other, n at a time
+    const auto queries = [&](const int units, const int n) -> int64_t {
+        return ((int64_t) units * a.G * ((p.QT + n - 1) / n) + nsm - 1) / nsm * n;
+    };
+    int64_t best = INT64_MAX; // products of tiles that a multiprocessor forms
+    int ranges   = 0;
+    for (int passes = 1; passes <= total && (ranges != 1 || (ds && plan.kts_ds == 0)); ++passes) {
+        const int units    = (total + passes - 1) / passes;
+        const size_t fixed = fattn_back_hopper_layout(p, nullptr, units, 0, false, 0);
+        const size_t all   = fattn_back_hopper_layout(p, nullptr, units, p.KT, false, 0);
+        if (fixed >= limit) {
+            continue;
+        }
+        ranges        = all <= limit ? 1 : (all - fixed) / (limit - fixed) + 1;
+        const int kts = (p.KT + ranges - 1) / ranges;
+        size_t size   = fattn_back_hopper_layout(p, nullptr, units, kts, false, 0);
+        if (size > limit) {
+            continue;
+        }
+        const int64_t keys = ((int64_t) units * p.KT + nsm - 1) / nsm * a.G * p.QT;
+        int64_t grads      = 3 * queries(units, 2) * ranges * kts + 4 * keys;
+        int kts_ds         = 0;
+        int units_ds       = 0;
+        for (int n = 1; ds && n <= std::min(units, nsm); ++n) {
+            const int k           = std::min(p.KT, nsm / n);
+            const int64_t nranges = (int64_t) ((units + n - 1) / n) * ((p.KT + k - 1) / k);
+            const int64_t cost    = nranges * (4 * a.G * p.QT + queries(n, FATTN_BACK_HOPPER_DQ_TILES) * (k + 8)); // 8: dQ is added
+            const size_t size_n   = fattn_back_hopper_layout(p, nullptr, units, k, false, n);
+            if (size_n <= limit && (kts_ds == 0 || cost < grads)) {
+                grads    = cost;
+                kts_ds   = k;
+                units_ds = n;
+            }
+        }
+        if (kts_ds > 0) {
+            size = std::max(size, fattn_back_hopper_layout(p, nullptr, units, kts_ds, false, units_ds));
+        }
+        const int64_t cost = passes * (2 * queries(units, 2) * ranges * kts + grads);
+        if (cost < best) {
+            best           = cost;
+            plan.units[0]  = units;
+            plan.kts_stats = kts;
+            plan.kts_ds    = kts_ds;
+            plan.units_ds  = units_ds;
+            plan.size      = size;
         }
     }
-    return false;
+    return best < INT64_MAX;
 }
 
 static fattn_back_hopper_plan fattn_back_hopper_make_plan(
@@ -96,13 +127,12 @@ static fattn_back_hopper_plan fattn_back_hopper_make_plan(
     p.nparts                     = std::min(512, p.KT);
     plan.always_split            = always_split;
     const int total              = args.S * args.Hkv;
-    const bool ds                = !always_split && fattn_back_hopper_plan_ds(plan, limit, nsm);
-    if (!ds) {
-        plan.kts_stats = p.KT;
-        plan.kts_ds    = 0;
-        plan.size      = 0;
+    plan.kts_stats               = p.KT;
+    const bool ranges            = args.Dk == FATTN_BACK_HOPPER_MAX_D && !always_split;
+    if (ranges && !fattn_back_hopper_plan_ranges(plan, limit, nsm)) {
+        return plan;
     }
-    for (int split = ds ? 1 : 0; split < 2; ++split) {
+    for (int split = ranges ? 1 : 0; split < 2; ++split) {
         int passes = 0;
         size_t size;
         do {
@@ -112,7 +142,7 @@ static fattn_back_hopper_plan fattn_back_hopper_make_plan(
             }
             passes++;
             plan.units[split] = (total + passes - 1) / passes;
-            size              = fattn_back_hopper_layout(p, nullptr, plan.units[split], p.KT, split != 0, false);
+            size              = fattn_back_hopper_layout(p, nullptr, plan.units[split], p.KT, split != 0, 0);
         } while (size > limit);
         plan.size = std::max(plan.size, size);
     }
@@ -144,9 +174,14 @@ static void fattn_back_hopper_queries(const fattn_back_hopper_params & p, cudaSt
         p, fattn_back_hopper_grid(p.units * p.a.G, p.band_q, (p.QT + nwg - 1) / nwg), (nwg + 1) * 128, L::bytes, stream);
 }
 
-// key tiles that the window touches
+// key tiles in the workspace that the window touches
 static int fattn_back_hopper_window(const fattn_back_hopper_params & p) {
-    return (p.a.kv_first + p.a.kv_count - 1) / FATTN_BACK_HOPPER_ROWS - p.a.kv_first / FATTN_BACK_HOPPER_ROWS + 1;
+    if (p.a.kv_count == 0 || (p.a.dK == nullptr && p.a.dV == nullptr)) {
+        return 0;
+    }
+    const int first = std::max(p.a.kv_first / FATTN_BACK_HOPPER_ROWS, p.kt0);
+    const int last  = std::min((p.a.kv_first + p.a.kv_count - 1) / FATTN_BACK_HOPPER_ROWS, p.kt0 + p.kts - 1);
+    return std::max(0, last - first + 1);
 }
 
 // bands: as many units as their streamed operands fit the L2 cache, and no more than it takes to even out the blocks' work
@@ -157,7 +192,7 @@ static void fattn_back_hopper_set_bands(fattn_back_hopper_params & p) {
         return (int) std::max<int64_t>(1, std::min({ fit, even, (int64_t) p.units }));
     };
     p.band_q = p.a.G * band(p.a.M, p.QT * p.a.G);
-    p.band_k = p.a.kv_count > 0 ? band(p.a.N, fattn_back_hopper_window(p)) : 1;
+    p.band_k = band(p.a.N, std::max(1, fattn_back_hopper_window(p)));
 }
 
 template <int D, int nwg, int stages, int nregs, bool split>
@@ -169,18 +204,17 @@ static void fattn_back_hopper_keys(const fattn_back_hopper_params & p, cudaStrea
 
 template <int D, int stages, bool split, bool ds>
 static void fattn_back_hopper_keys_split(const fattn_back_hopper_params & p, cudaStream_t stream) {
-    using L          = fattn_back_hopper_smem<D, 1, stages, stages, split, false, true>;
-    const int ntiles = ds ? std::min(p.kts, p.KT - p.kt0) : fattn_back_hopper_window(p);
-    const int band   = ds ? p.units : p.band_k;
+    using L        = fattn_back_hopper_smem<D, 1, stages, stages, split, false, true>;
+    const int band = ds ? p.units : p.band_k;
     fattn_back_hopper_launch<flash_attn_back_hopper_keys_split<D, stages, split, ds>>(
-        p, fattn_back_hopper_grid(p.units, band, ntiles), 3 * 128, L::bytes, stream);
+        p, fattn_back_hopper_grid(p.units, band, fattn_back_hopper_window(p)), 3 * 128, L::bytes, stream);
 }
 
-template <int D, int nwg, int stages>
+template <int D, int stages>
 static void fattn_back_hopper_dq(const fattn_back_hopper_params & p, cudaStream_t stream) {
-    using L = fattn_back_hopper_smem_dq<D, nwg, stages>;
-    fattn_back_hopper_launch<flash_attn_back_hopper_dq<D, nwg, stages>>(
-        p, dim3(p.units * p.a.G, (p.QT + nwg - 1) / nwg), (nwg + 1) * 128, L::bytes, stream);
+    const int nblocks = (p.QT + FATTN_BACK_HOPPER_DQ_TILES - 1) / FATTN_BACK_HOPPER_DQ_TILES;
+    fattn_back_hopper_launch<flash_attn_back_hopper_dq<D, stages>>(
+        p, dim3(p.units * p.a.G, nblocks), 3 * 128, fattn_back_hopper_smem_dq<D, stages>::bytes, stream);
 }
 
 // K and V of the key tiles from kt0 on, and Q and dO if with_rows
@@ -205,25 +239,18 @@ static void fattn_back_hopper_prep(const fattn_back_hopper_params & p, cudaStrea
     CUDA_CHECK(cudaGetLastError());
 }
 
-// kernels of a head size
+// the products of all keys of units; D = 256 only where S is split
 template <int D, bool split>
 static void fattn_back_hopper_main(const fattn_back_hopper_params & p, cudaStream_t stream) {
-    const bool has_keys = (p.a.dK != nullptr || p.a.dV != nullptr) && p.a.kv_count > 0;
-    if constexpr (D == 256) {
-        if constexpr (split) {
-            fattn_back_hopper_queries<D, 1, 1, 2, 240, FATTN_BACK_HOPPER_STATS, false, true>(p, stream);
-        } else {
-            fattn_back_hopper_queries<D, 2, 3, 4, 240, FATTN_BACK_HOPPER_STATS, true, false>(p, stream);
-        }
+    const bool has_keys = fattn_back_hopper_window(p) > 0;
+    if constexpr (D == FATTN_BACK_HOPPER_MAX_D) {
+        static_assert(split, "without the split in ranges of keys");
+        fattn_back_hopper_queries<D, 1, 1, 2, 240, FATTN_BACK_HOPPER_STATS, false, true>(p, stream);
         if (p.a.dQ != nullptr) {
-            if constexpr (split) {
-                fattn_back_hopper_queries<D, 1, 1, 2, 240, FATTN_BACK_HOPPER_DQ, false, true>(p, stream);
-            } else {
-                fattn_back_hopper_queries<D, 2, 2, 1, 240, FATTN_BACK_HOPPER_DQ, false, false>(p, stream);
-            }
+            fattn_back_hopper_queries<D, 1, 1, 2, 240, FATTN_BACK_HOPPER_DQ, false, true>(p, stream);
         }
         if (has_keys) {
-            fattn_back_hopper_keys_split<D, split ? 1 : 2, split, false>(p, stream);
+            fattn_back_hopper_keys_split<D, 1, true, false>(p, stream);
         }
     } else {
         constexpr int stages = split ? 2 : 4;
@@ -234,13 +261,10 @@ static void fattn_back_hopper_main(const fattn_back_hopper_params & p, cudaStrea
     }
 }
 
-// All of a pass with dS in the workspace: LSE and D of ranges of keys, then dS, dK, dV and dQ of ranges of keys
+// LSE and D of D = 256, for ranges of keys
 template <int D>
-static void fattn_back_hopper_pass_ds(
-    const fattn_back_hopper_plan & plan, fattn_back_hopper_params & p, char * workspace, cudaStream_t stream) {
-    fattn_back_hopper_layout(p, workspace, plan.units[0], plan.kts_stats, false, false);
-    fattn_back_hopper_set_bands(p);
-    for (p.kt0 = 0; p.kt0 < p.KT; p.kt0 += p.kts) {
+static void fattn_back_hopper_stats(fattn_back_hopper_params p, cudaStream_t stream) {
+    for (; p.kt0 < p.KT; p.kt0 += p.kts) {
         if (p.kt0 == 0) {
             fattn_back_hopper_prep<D, false>(p, stream);
         } else {
@@ -248,13 +272,42 @@ static void fattn_back_hopper_pass_ds(
         }
         fattn_back_hopper_queries<D, 2, 3, 4, 240, FATTN_BACK_HOPPER_STATS, true, false>(p, stream);
     }
-    fattn_back_hopper_layout(p, workspace, plan.units[0], plan.kts_ds, false, true);
-    for (p.kt0 = 0; p.kt0 < p.KT; p.kt0 += p.kts) {
-        fattn_back_hopper_convert<D, false>(p, false, stream);
-        fattn_back_hopper_keys_split<D, 2, false, true>(p, stream);
-        fattn_back_hopper_dq<D, 2, 4>(p, stream);
+}
+
+// the gradients of ranges of keys from LSE and D
+template <int D>
+static void fattn_back_hopper_grads(fattn_back_hopper_params p, cudaStream_t stream) {
+    for (; p.kt0 < p.KT; p.kt0 += p.kts) {
+        if (p.kts < p.KT) {
+            fattn_back_hopper_convert<D, false>(p, false, stream);
+        }
+        if (p.a.dQ != nullptr) {
+            fattn_back_hopper_queries<D, 2, 2, 1, 240, FATTN_BACK_HOPPER_DQ, false, false>(p, stream);
+        }
+        if (fattn_back_hopper_window(p) > 0) {
+            fattn_back_hopper_set_bands(p);
+            fattn_back_hopper_keys_split<D, 2, false, false>(p, stream);
+        }
     }
-    p.kt0 = 0;
+}
+
+// the same with dS in the workspace, of n units at a time
+template <int D>
+static void fattn_back_hopper_grads_ds(const fattn_back_hopper_params & all, const int n, cudaStream_t stream) {
+    for (int unit = 0; unit < all.units; unit += n) {
+        fattn_back_hopper_params p = all;
+        const int64_t nrows        = (int64_t) unit * p.a.G * p.QT * FATTN_BACK_HOPPER_ROWS;
+        p.unit0 += unit;
+        p.units = std::min(n, all.units - unit);
+        p.q += nrows * D;
+        p.dO += nrows * D;
+        p.stat += nrows * 2;
+        for (; p.kt0 < p.KT; p.kt0 += p.kts) {
+            fattn_back_hopper_convert<D, false>(p, false, stream);
+            fattn_back_hopper_keys_split<D, 2, false, true>(p, stream);
+            fattn_back_hopper_dq<D, 4>(p, stream);
+        }
+    }
 }
 
 template <int D>
@@ -262,7 +315,7 @@ static void fattn_back_hopper_passes(const fattn_back_hopper_plan & plan, char *
     fattn_back_hopper_params p = plan.p;
     const int total            = p.a.S * p.a.Hkv;
     for (int split = 0; split < 2; ++split) {
-        fattn_back_hopper_layout(p, workspace, plan.units[split], split != 0 ? p.KT : plan.kts_stats, split != 0, false);
+        fattn_back_hopper_layout(p, workspace, plan.units[split], split != 0 ? p.KT : plan.kts_stats, split != 0, 0);
         if (split == 0 && p.a.mask != nullptr) {
             constexpr int n = FATTN_BACK_HOPPER_PREP_THREADS / FATTN_BACK_HOPPER_ROWS;
             const dim3 grid((p.KT + n - 1) / n, p.QT, p.a.mask_nheads * p.a.mask_nseqs);
@@ -276,17 +329,21 @@ static void fattn_back_hopper_passes(const fattn_back_hopper_plan & plan, char *
             if (split != 0) {
                 fattn_back_hopper_prep<D, true>(p, stream);
                 fattn_back_hopper_main<D, true>(p, stream);
-            } else if (plan.kts_ds > 0) {
-                if constexpr (D == FATTN_BACK_HOPPER_MAX_D) {
-                    fattn_back_hopper_pass_ds<D>(plan, p, workspace, stream);
+            } else if (plan.always_split) {
+                fattn_back_hopper_prep<D, false>(p, stream);
+                CUDA_CHECK(cudaMemsetAsync(p.large + p.unit0, 0x7F, p.units * sizeof(*p.large), stream));
+            } else if constexpr (D == FATTN_BACK_HOPPER_MAX_D) {
+                fattn_back_hopper_layout(p, workspace, plan.units[0], plan.kts_stats, false, 0);
+                fattn_back_hopper_stats<D>(p, stream);
+                if (plan.kts_ds > 0) {
+                    fattn_back_hopper_layout(p, workspace, plan.units[0], plan.kts_ds, false, plan.units_ds);
+                    fattn_back_hopper_grads_ds<D>(p, plan.units_ds, stream);
+                } else {
+                    fattn_back_hopper_grads<D>(p, stream);
                 }
             } else {
                 fattn_back_hopper_prep<D, false>(p, stream);
-                if (plan.always_split) {
-                    CUDA_CHECK(cudaMemsetAsync(p.large + p.unit0, 0x7F, p.units * sizeof(*p.large), stream));
-                } else {
-                    fattn_back_hopper_main<D, false>(p, stream);
-                }
+                fattn_back_hopper_main<D, false>(p, stream);
             }
         }
     }
