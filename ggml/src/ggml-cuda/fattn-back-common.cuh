@@ -9,6 +9,7 @@
 
 #include <climits>
 #include <cstdlib>
+#include <type_traits>
 
 // q, k, v, o or dO: where its rows (queries or keys) are, strides in bytes
 struct fattn_back_src {
@@ -317,32 +318,46 @@ static __device__ __forceinline__ void fattn_back_load8(
     }
 }
 
-// the same, the type at run time; x[0..3] and x[4..7]
+// the same of n rows, the type at run time; x[..][0..3] and x[..][4..7]. Rows that are loaded together are on their way together.
+template <int n>
 static __device__ __forceinline__ void fattn_back_load8(
-    const fattn_back_src & src, const int64_t offset, const int e, const int D, float (&x)[8]) {
-    float4 & lo = *(float4 *) (x + 0);
-    float4 & hi = *(float4 *) (x + 4);
+    const fattn_back_src & src, const int64_t (&offset)[n], const int e, const int D, float (&x)[n][8]) {
+    const auto load = [&](const auto type, const auto vec) {
+#pragma unroll
+        for (int r = 0; r < n; ++r) {
+            fattn_back_load8<decltype(type)::value, decltype(vec)::value>(src, offset[r], e, D, *(float4 *) x[r], *(float4 *) (x[r] + 4));
+        }
+    };
+    const auto with_vec = [&](const auto type) {
+        if (src.vec) {
+            load(type, std::true_type());
+        } else {
+            load(type, std::false_type());
+        }
+    };
     switch (src.type) {
         case GGML_TYPE_F32:
-            return src.vec ? fattn_back_load8<GGML_TYPE_F32, true>(src, offset, e, D, lo, hi)
-                           : fattn_back_load8<GGML_TYPE_F32, false>(src, offset, e, D, lo, hi);
+            return with_vec(std::integral_constant<ggml_type, GGML_TYPE_F32>());
         case GGML_TYPE_F16:
-            return src.vec ? fattn_back_load8<GGML_TYPE_F16, true>(src, offset, e, D, lo, hi)
-                           : fattn_back_load8<GGML_TYPE_F16, false>(src, offset, e, D, lo, hi);
+            return with_vec(std::integral_constant<ggml_type, GGML_TYPE_F16>());
         case GGML_TYPE_BF16:
-            return src.vec ? fattn_back_load8<GGML_TYPE_BF16, true>(src, offset, e, D, lo, hi)
-                           : fattn_back_load8<GGML_TYPE_BF16, false>(src, offset, e, D, lo, hi);
+            return with_vec(std::integral_constant<ggml_type, GGML_TYPE_BF16>());
         case GGML_TYPE_Q8_0:
-            return fattn_back_load8<GGML_TYPE_Q8_0, false>(src, offset, e, D, lo, hi);
+            return load(std::integral_constant<ggml_type, GGML_TYPE_Q8_0>(), std::false_type());
         case GGML_TYPE_Q4_0:
-            return fattn_back_load8<GGML_TYPE_Q4_0, false>(src, offset, e, D, lo, hi);
+            return load(std::integral_constant<ggml_type, GGML_TYPE_Q4_0>(), std::false_type());
         case GGML_TYPE_Q4_1:
-            return fattn_back_load8<GGML_TYPE_Q4_1, false>(src, offset, e, D, lo, hi);
+            return load(std::integral_constant<ggml_type, GGML_TYPE_Q4_1>(), std::false_type());
         case GGML_TYPE_Q5_0:
-            return fattn_back_load8<GGML_TYPE_Q5_0, false>(src, offset, e, D, lo, hi);
+            return load(std::integral_constant<ggml_type, GGML_TYPE_Q5_0>(), std::false_type());
         case GGML_TYPE_Q5_1:
-            return fattn_back_load8<GGML_TYPE_Q5_1, false>(src, offset, e, D, lo, hi);
+            return load(std::integral_constant<ggml_type, GGML_TYPE_Q5_1>(), std::false_type());
         default:
             break;
     }
+}
+static __device__ __forceinline__ void fattn_back_load8(
+    const fattn_back_src & src, const int64_t offset, const int e, const int D, float (&x)[8]) {
+    const int64_t offsets[1] = { offset };
+    fattn_back_load8(src, offsets, e, D, reinterpret_cast<float (&)[1][8]>(x));
 }

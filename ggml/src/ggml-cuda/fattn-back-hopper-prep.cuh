@@ -5,6 +5,7 @@
 #include "fattn-back-hopper-kernels.cuh"
 
 #define FATTN_BACK_HOPPER_PREP_THREADS 256
+#define FATTN_BACK_HOPPER_LOADS        4 // rows that a thread loads together
 #define FATTN_BACK_HOPPER_COLPART      (3 * FATTN_BACK_HOPPER_MAX_D + 1)
 #define FATTN_BACK_HOPPER_AMAX_K       8 // exponent of the largest |K - mean| as an operand
 #define FATTN_BACK_HOPPER_NORM_V       6 // exponent of the bound of a row of V - mean; a row of dO has a norm in [1, 2): |dP| <= 2^8
@@ -124,18 +125,27 @@ static __global__ void __launch_bounds__(FATTN_BACK_HOPPER_PREP_THREADS) flash_a
         x[1][c] = INFINITY;
         x[2][c] = -INFINITY;
     }
-#pragma unroll 2
-    for (int key = key0 + row; key < key1; key += nrows) {
-        const bool used = fattn_back_hopper_used(p, unit, key);
-        float y[8];
-        fattn_back_load8(src, src.offset(key, unit % p.a.Hkv, unit / p.a.Hkv), fattn_back_hopper_first(i), D, y);
+    for (int key = key0 + row; key < key1; key += FATTN_BACK_HOPPER_LOADS * nrows) {
+        int64_t offset[FATTN_BACK_HOPPER_LOADS];
+        bool used[FATTN_BACK_HOPPER_LOADS];
+        float y[FATTN_BACK_HOPPER_LOADS][8];
 #pragma unroll
-        for (int c = 0; c < 8; ++c) {
-            x[0][c] += used ? y[c] : 0.0f;
-            x[1][c] = fminf(x[1][c], used ? y[c] : INFINITY);
-            x[2][c] = fmaxf(x[2][c], used ? y[c] : -INFINITY);
+        for (int j = 0; j < FATTN_BACK_HOPPER_LOADS; ++j) {
+            const int k = key + j * nrows;
+            used[j]     = k < key1 && fattn_back_hopper_used(p, unit, k);
+            offset[j]   = src.offset(min(k, key1 - 1), unit % p.a.Hkv, unit / p.a.Hkv);
         }
-        count += used;
+        fattn_back_load8(src, offset, fattn_back_hopper_first(i), D, y);
+#pragma unroll
+        for (int j = 0; j < FATTN_BACK_HOPPER_LOADS; ++j) {
+#pragma unroll
+            for (int c = 0; c < 8; ++c) {
+                x[0][c] += used[j] ? y[j][c] : 0.0f;
+                x[1][c] = fminf(x[1][c], used[j] ? y[j][c] : INFINITY);
+                x[2][c] = fmaxf(x[2][c], used[j] ? y[j][c] : -INFINITY);
+            }
+            count += used[j];
+        }
     }
 
     __shared__ float red[FATTN_BACK_HOPPER_PREP_THREADS][9];
@@ -270,20 +280,31 @@ static __global__ void __launch_bounds__(FATTN_BACK_HOPPER_PREP_THREADS) flash_a
             const int64_t j = (int64_t) (p.unit0 + lunit) * FATTN_BACK_HOPPER_MAX_D + fattn_back_hopper_component(i, c);
             mean[c]         = is_v ? p.mean_v[j] : p.mean_k[j];
         }
-#pragma unroll 2
-        for (int r = threadIdx.x / n; r < FATTN_BACK_HOPPER_ROWS; r += FATTN_BACK_HOPPER_PREP_THREADS / n) {
-            const int key   = kt * FATTN_BACK_HOPPER_ROWS + r;
-            const bool used = fattn_back_hopper_used(p, unit, key);
-            float x[8];
-            fattn_back_load8(src, src.offset(min(key, p.a.M - 1), unit % p.a.Hkv, unit / p.a.Hkv), fattn_back_hopper_first(i), D, x);
+        constexpr int nrows  = FATTN_BACK_HOPPER_PREP_THREADS / n;
+        constexpr int nloads = FATTN_BACK_HOPPER_ROWS / nrows < FATTN_BACK_HOPPER_LOADS ? FATTN_BACK_HOPPER_ROWS / nrows
+                                                                                        : FATTN_BACK_HOPPER_LOADS;
+        for (int r0 = threadIdx.x / n; r0 < FATTN_BACK_HOPPER_ROWS; r0 += nloads * nrows) {
+            int64_t offset[nloads];
+            float x[nloads][8];
 #pragma unroll
-            for (int c = 0; c < 8; ++c) {
-                x[c] = used ? (x[c] - mean[c]) * scale : 0.0f;
+            for (int j = 0; j < nloads; ++j) {
+                const int key = kt * FATTN_BACK_HOPPER_ROWS + r0 + j * nrows;
+                offset[j]     = src.offset(min(key, p.a.M - 1), unit % p.a.Hkv, unit / p.a.Hkv);
             }
-            if (is_v) {
-                fattn_back_hopper_store8<D, false>(tile, r, i, x);
-            } else {
-                fattn_back_hopper_store8<D, split>(tile, r, i, x);
+            fattn_back_load8(src, offset, fattn_back_hopper_first(i), D, x);
+#pragma unroll
+            for (int j = 0; j < nloads; ++j) {
+                const int r     = r0 + j * nrows;
+                const bool used = fattn_back_hopper_used(p, unit, kt * FATTN_BACK_HOPPER_ROWS + r);
+#pragma unroll
+                for (int c = 0; c < 8; ++c) {
+                    x[j][c] = used ? (x[j][c] - mean[c]) * scale : 0.0f;
+                }
+                if (is_v) {
+                    fattn_back_hopper_store8<D, false>(tile, r, i, x[j]);
+                } else {
+                    fattn_back_hopper_store8<D, split>(tile, r, i, x[j]);
+                }
             }
         }
         return;
