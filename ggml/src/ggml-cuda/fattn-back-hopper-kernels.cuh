@@ -501,6 +501,35 @@ static __device__ __forceinline__ void fattn_back_hopper_ds_t(float (&dP)[32], c
     }
 }
 
+// Two warpgroups in turns: one takes up a tile when the other has come to a certain point of its own, so that one has work for the tensor
+// cores while the other forms P. Off where it does not pay, as with head size 64. Named barriers 1 and 2.
+template <bool on>
+struct fattn_back_hopper_turns {
+    int wg;
+
+    __device__ __forceinline__ explicit fattn_back_hopper_turns(const int wg) :
+        wg(wg) {
+        if (on && wg == 1) {
+            pass();
+        }
+    }
+    __device__ __forceinline__ void take() const {
+        if constexpr (on) {
+            hopper_named_sync<256>(1 + wg);
+        }
+    }
+    __device__ __forceinline__ void pass() const {
+        if constexpr (on) {
+            hopper_named_arrive<256>(2 - wg);
+        }
+    }
+    __device__ __forceinline__ void end() const {
+        if (on && wg == 0) {
+            take();
+        }
+    }
+};
+
 // product of a thread's part of rows of two accumulators; r: the row or the one 8 below
 static __device__ __forceinline__ float fattn_back_hopper_row_dot(const float (&x)[32], const float (&y)[32], const int r) {
     float sum[2] = { 0.0f, 0.0f };
@@ -580,6 +609,7 @@ static __global__ void __launch_bounds__((nwg + 1) * 128, 1) flash_attn_back_hop
 
         fattn_back_hopper_ring<stages> ring;
         hopper_barrier_wait(smem + L::own, 0);
+        fattn_back_hopper_turns<(D > 64 && nwg == 2)> turns(wg);
         int prev = -1;
         while (true) {
             hopper_barrier_wait(smem + L::full1 + 8 * ring.stage, ring.parity);
@@ -593,6 +623,7 @@ static __global__ void __launch_bounds__((nwg + 1) * 128, 1) flash_attn_back_hop
             const uint32_t stat = smem + L::stat + (ring.stage * 2 * FATTN_BACK_HOPPER_ROWS + col) * (int) sizeof(float);
             hopper_wgmma_wait<1>(); // dV of the previous tile
             hopper_pin(P16);
+            turns.take();
             fattn_back_hopper_product<D, split>(S, own1, smem + L::ring1 + ring.stage * L::tile1);
             hopper_wgmma_wait<1>(); // dK of the previous tile
             hopper_pin(dS16);
@@ -614,6 +645,7 @@ static __global__ void __launch_bounds__((nwg + 1) * 128, 1) flash_attn_back_hop
             fattn_back_hopper_probs_t(S, sc, col_stat);
             fattn_back_hopper_load_columns(col_stat, stat + FATTN_BACK_HOPPER_ROWS * (int) sizeof(float));
             fattn_back_hopper_operand(P16, S);
+            turns.pass();
             fattn_back_hopper_accumulate(dV, P16, smem + L::ring2 + ring.stage * L::tile);
 
             hopper_wgmma_wait<1>(); // dP
@@ -625,6 +657,7 @@ static __global__ void __launch_bounds__((nwg + 1) * 128, 1) flash_attn_back_hop
             prev = ring.stage;
             ring.next();
         }
+        turns.end();
         hopper_wgmma_wait<0>();
         hopper_pin(P16);
         hopper_pin(dS16);
@@ -1012,6 +1045,7 @@ static __global__ void __launch_bounds__((nwg + 1) * 128, 1) flash_attn_back_hop
             }
             hopper_barrier_arrive(smem + L::moved);
         }
+        fattn_back_hopper_turns<(fused && D > 64 && nwg == 2)> turns(wg);
         int prev1 = -1;
         while (true) {
             hopper_barrier_wait(smem + L::full1 + 8 * ring1.stage, ring1.parity);
@@ -1022,6 +1056,7 @@ static __global__ void __launch_bounds__((nwg + 1) * 128, 1) flash_attn_back_hop
             }
             float S[32];
             float dP[32];
+            turns.take();
             if constexpr (regs) {
                 fattn_back_hopper_product<D>(S, Q16, own1, smem + L::ring1 + ring1.stage * L::tile1);
             } else {
@@ -1044,6 +1079,7 @@ static __global__ void __launch_bounds__((nwg + 1) * 128, 1) flash_attn_back_hop
             } else {
                 fattn_back_hopper_product<D, false>(dP, own2, smem + L::ring2 + ring2.stage * L::tile);
             }
+            turns.pass();
 
             hopper_wgmma_wait<1>(); // S
             hopper_pin(S);
@@ -1155,6 +1191,7 @@ static __global__ void __launch_bounds__((nwg + 1) * 128, 1) flash_attn_back_hop
             ring1.next();
             ring2.next();
         }
+        turns.end();
         hopper_wgmma_wait<0>();
         if constexpr (has_dq) {
             hopper_pin(A);

@@ -10,46 +10,67 @@
 #define FATTN_BACK_HOPPER_AMAX_K       8 // exponent of the largest |K - mean| as an operand
 #define FATTN_BACK_HOPPER_NORM_V       6 // exponent of the bound of a row of V - mean; a row of dO has a norm in [1, 2): |dP| <= 2^8
 
-// State of the tiles, and which keys some row sees. Grid: blocks of 256 keys, query tiles, mask heads * sequences; one thread a key.
+// the bits of x at the even positions
+static __device__ __forceinline__ uint64_t fattn_back_hopper_spread(const uint32_t x) {
+    uint64_t y = x;
+    y          = (y | y << 16) & 0x0000FFFF0000FFFF;
+    y          = (y | y << 8) & 0x00FF00FF00FF00FF;
+    y          = (y | y << 4) & 0x0F0F0F0F0F0F0F0F;
+    y          = (y | y << 2) & 0x3333333333333333;
+    return (y | y << 1) & 0x5555555555555555;
+}
+
+#define FATTN_BACK_HOPPER_MASK_TILES (FATTN_BACK_HOPPER_PREP_THREADS / 32) // key tiles of a block
+
+// State of the tiles, and which keys some row sees. Grid: blocks of key tiles, query tiles, mask heads * sequences; a warp has a tile, a thread
+// two keys.
 static __global__ void __launch_bounds__(FATTN_BACK_HOPPER_PREP_THREADS) flash_attn_back_hopper_mask_tiles(
     const __grid_constant__ fattn_back_hopper_params p) {
-    const int key     = blockIdx.x * FATTN_BACK_HOPPER_PREP_THREADS + threadIdx.x;
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+    const int kt      = blockIdx.x * FATTN_BACK_HOPPER_MASK_TILES + threadIdx.x / 32;
+    const int key     = kt * FATTN_BACK_HOPPER_ROWS + threadIdx.x % 32 * 2;
     const int q0      = blockIdx.y * FATTN_BACK_HOPPER_ROWS;
     const int nq      = min(FATTN_BACK_HOPPER_ROWS, p.a.N - q0);
     const char * mask = p.a.mask + (blockIdx.z / p.a.mask_nheads) * p.a.mask_nb_seq + (blockIdx.z % p.a.mask_nheads) * p.a.mask_nb_head +
         q0 * p.a.mask_nb_row + key * (int64_t) sizeof(half);
 
-    bool seen = false;
-    bool read = key >= p.a.M;
-    if (key < p.a.M) {
+    uint32_t seen   = 0; // of either key, not 0: some value is not -inf
+    uint32_t read   = 0; // some value is not 0
+    const auto scan = [&](const auto load) {
 #pragma unroll 16
         for (int i = 0; i < nq; ++i) {
-            const uint16_t x = *(const uint16_t *) (mask + i * p.a.mask_nb_row);
-            seen             = seen || x != 0xFC00;       // -inf
-            read             = read || (x & 0x7FFF) != 0; // not 0
+            const uint32_t x = load(mask + i * p.a.mask_nb_row);
+            seen |= x ^ 0xFC00FC00;
+            read |= x & 0x7FFF7FFF;
         }
+    };
+    if (key + 1 < p.a.M && ((uintptr_t) mask | p.a.mask_nb_row) % sizeof(uint32_t) == 0) {
+        scan([](const char * x) { return *(const uint32_t *) x; });
+    } else if (key + 1 < p.a.M) {
+        scan([](const char * x) { return (uint32_t) ((const uint16_t *) x)[1] << 16 | ((const uint16_t *) x)[0]; });
+    } else if (key < p.a.M) {
+        scan([](const char * x) { return 0xFC000000 | *(const uint16_t *) x; });
+    } else {
+        read = 0x7FFF7FFF;
     }
-    __shared__ uint32_t bits[2][FATTN_BACK_HOPPER_PREP_THREADS / 32];
-    const uint32_t seen_bits = __ballot_sync(0xFFFFFFFF, seen);
-    const uint32_t read_bits = __ballot_sync(0xFFFFFFFF, read);
-    if (threadIdx.x % 32 == 0) {
-        bits[0][threadIdx.x / 32] = seen_bits;
-        bits[1][threadIdx.x / 32] = read_bits;
-    }
-    __syncthreads();
-    const int kt = blockIdx.x * (FATTN_BACK_HOPPER_PREP_THREADS / FATTN_BACK_HOPPER_ROWS) + threadIdx.x;
-    if (threadIdx.x < FATTN_BACK_HOPPER_PREP_THREADS / FATTN_BACK_HOPPER_ROWS && kt < p.KT) {
+    const uint64_t s = fattn_back_hopper_spread(__ballot_sync(0xFFFFFFFF, (seen & 0xFFFF) != 0)) |
+        fattn_back_hopper_spread(__ballot_sync(0xFFFFFFFF, seen >> 16 != 0)) << 1;
+    const bool any_read = __any_sync(0xFFFFFFFF, read != 0);
+    if (threadIdx.x % 32 == 0 && kt < p.KT) {
         const int64_t tile = ((int64_t) blockIdx.z * p.QT + blockIdx.y) * p.KT + kt;
-        const uint64_t s   = (uint64_t) bits[0][2 * threadIdx.x + 1] << 32 | bits[0][2 * threadIdx.x];
-        const uint64_t r   = (uint64_t) bits[1][2 * threadIdx.x + 1] << 32 | bits[1][2 * threadIdx.x];
         p.seen[tile]       = s;
-        p.tiles[tile]      = s == 0 ? FATTN_BACK_TILE_SKIP : r == 0 ? FATTN_BACK_TILE_FULL
-                                                                    : FATTN_BACK_TILE_MIXED;
+        p.tiles[tile]      = s == 0 ? FATTN_BACK_TILE_SKIP : any_read ? FATTN_BACK_TILE_MIXED
+                                                                      : FATTN_BACK_TILE_FULL;
     }
+#else
+    GGML_UNUSED_VARS(p);
+    NO_DEVICE_CODE;
+#endif // defined(__CUDA_ARCH_FEAT_SM90_ALL)
 }
 
 // Keys that some row of a KV head sees. Grid: key tiles, mask sequences and groups; the threads share the query tiles.
 static __global__ void __launch_bounds__(32) flash_attn_back_hopper_mask_used(const __grid_constant__ fattn_back_hopper_params p) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
     const int group = blockIdx.y;
     const int seq   = group / p.a.mask_groups();
     uint64_t used   = 0;
@@ -64,6 +85,10 @@ static __global__ void __launch_bounds__(32) flash_attn_back_hopper_mask_used(co
     if (threadIdx.x == 0) {
         p.used[(int64_t) group * p.KT + blockIdx.x] = (uint64_t) hi << 32 | lo;
     }
+#else
+    GGML_UNUSED_VARS(p);
+    NO_DEVICE_CODE;
+#endif // defined(__CUDA_ARCH_FEAT_SM90_ALL)
 }
 
 static __device__ __forceinline__ bool fattn_back_hopper_used(const fattn_back_hopper_params & p, const int unit, const int key) {
@@ -108,6 +133,7 @@ static __device__ __forceinline__ void fattn_back_hopper_store8(half * tile, con
 template <int D>
 static __global__ void __launch_bounds__(FATTN_BACK_HOPPER_PREP_THREADS) flash_attn_back_hopper_columns(
     const __grid_constant__ fattn_back_hopper_params p) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
     constexpr int n            = D / 8;
     constexpr int nrows        = FATTN_BACK_HOPPER_PREP_THREADS / n;
     const int unit             = p.unit0 + blockIdx.y;
@@ -177,6 +203,10 @@ static __global__ void __launch_bounds__(FATTN_BACK_HOPPER_PREP_THREADS) flash_a
         }
         dst[3 * FATTN_BACK_HOPPER_MAX_D] = y;
     }
+#else
+    GGML_UNUSED_VARS(p);
+    NO_DEVICE_CODE;
+#endif // defined(__CUDA_ARCH_FEAT_SM90_ALL)
 }
 
 // sum or maximum over the block, in a fixed order
@@ -203,6 +233,7 @@ static __device__ __forceinline__ float fattn_back_hopper_pow2(const float x, co
 // Means of the columns of K (y = 0) and V (y = 1), and their scales. Grid: units, 2; four threads a column.
 static __global__ void __launch_bounds__(4 * FATTN_BACK_HOPPER_MAX_D) flash_attn_back_hopper_means(
     const __grid_constant__ fattn_back_hopper_params p, const int D) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
     const int col     = threadIdx.x % FATTN_BACK_HOPPER_MAX_D;
     const bool is_v   = blockIdx.y == 1;
     const float * src = p.colparts + ((int64_t) blockIdx.x * 2 + blockIdx.y) * p.nparts * FATTN_BACK_HOPPER_COLPART;
@@ -251,6 +282,10 @@ static __global__ void __launch_bounds__(4 * FATTN_BACK_HOPPER_MAX_D) flash_attn
             p.scale[p.unit0 + blockIdx.x].y = copysignf(scale, p.a.scale);
         }
     }
+#else
+    GGML_UNUSED_VARS(p, D);
+    NO_DEVICE_CODE;
+#endif // defined(__CUDA_ARCH_FEAT_SM90_ALL)
 }
 
 // A tile of K (y < units), V (y < 2*units), or of Q and dO of a head, with what their rows have in common with the means.
@@ -259,6 +294,7 @@ static __global__ void __launch_bounds__(4 * FATTN_BACK_HOPPER_MAX_D) flash_attn
 template <int D, bool split>
 static __global__ void __launch_bounds__(FATTN_BACK_HOPPER_PREP_THREADS) flash_attn_back_hopper_convert(
     const __grid_constant__ fattn_back_hopper_params p) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
     constexpr int n     = D / 8;
     constexpr int size1 = FATTN_BACK_HOPPER_ROWS * D * (split ? 2 : 1);
     const int i         = threadIdx.x % n;
@@ -378,12 +414,18 @@ static __global__ void __launch_bounds__(FATTN_BACK_HOPPER_PREP_THREADS) flash_a
     if (threadIdx.x == 0) {
         p.rowparts[(int64_t) lhead * p.QT + blockIdx.x] = make_float2(qmax, omax);
     }
+#else
+    GGML_UNUSED_VARS(p);
+    NO_DEVICE_CODE;
+#endif // defined(__CUDA_ARCH_FEAT_SM90_ALL)
 }
 
-// The scales of a unit's Q and dO; tiles of Q again where the values are out of the range that fp16 holds well. Grid: query tiles, heads.
+// The scales of a unit's Q and dO; tiles of Q again where the values are out of the range that fp16 holds well. Grid: blocks that share the
+// query tiles, heads.
 template <int D>
 static __global__ void __launch_bounds__(FATTN_BACK_HOPPER_PREP_THREADS) flash_attn_back_hopper_rescale(
     const __grid_constant__ fattn_back_hopper_params p) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
     constexpr int n = D / 8;
     const int lunit = blockIdx.y / p.a.G;
     float qmax      = 0.0f;
@@ -407,23 +449,30 @@ static __global__ void __launch_bounds__(FATTN_BACK_HOPPER_PREP_THREADS) flash_a
     const int i = threadIdx.x % n;
     const int h = fattn_back_hopper_head(p, blockIdx.y);
     const int s = fattn_back_hopper_seq(p, blockIdx.y);
-    for (int r = threadIdx.x / n; r < FATTN_BACK_HOPPER_ROWS; r += FATTN_BACK_HOPPER_PREP_THREADS / n) {
-        const int q = blockIdx.x * FATTN_BACK_HOPPER_ROWS + r;
-        float x[8]  = { 0.0f };
-        if (q < p.a.N) {
-            fattn_back_load8(p.a.q, p.a.q.offset(q, h, s), fattn_back_hopper_first(i), D, x);
-        }
+    for (int t = blockIdx.x; t < p.QT; t += gridDim.x) {
+        for (int r = threadIdx.x / n; r < FATTN_BACK_HOPPER_ROWS; r += FATTN_BACK_HOPPER_PREP_THREADS / n) {
+            const int q = t * FATTN_BACK_HOPPER_ROWS + r;
+            float x[8]  = { 0.0f };
+            if (q < p.a.N) {
+                fattn_back_load8(p.a.q, p.a.q.offset(q, h, s), fattn_back_hopper_first(i), D, x);
+            }
 #pragma unroll
-        for (int c = 0; c < 8; ++c) {
-            x[c] *= scale;
+            for (int c = 0; c < 8; ++c) {
+                x[c] *= scale;
+            }
+            fattn_back_hopper_store8<D, false>(p.q + ((int64_t) blockIdx.y * p.QT + t) * FATTN_BACK_HOPPER_ROWS * D, r, i, x);
         }
-        fattn_back_hopper_store8<D, false>(p.q + ((int64_t) blockIdx.y * p.QT + blockIdx.x) * FATTN_BACK_HOPPER_ROWS * D, r, i, x);
     }
+#else
+    GGML_UNUSED_VARS(p);
+    NO_DEVICE_CODE;
+#endif // defined(__CUDA_ARCH_FEAT_SM90_ALL)
 }
 
 // dSinks from LSE and D. Grid: heads.
 static __global__ void __launch_bounds__(FATTN_BACK_HOPPER_PREP_THREADS) flash_attn_back_hopper_sinks(
     const __grid_constant__ fattn_back_hopper_params p) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
     const int h      = blockIdx.x;
     const float sink = p.a.sinks[h];
     float sum        = 0.0f;
@@ -439,4 +488,8 @@ static __global__ void __launch_bounds__(FATTN_BACK_HOPPER_PREP_THREADS) flash_a
     if (threadIdx.x == 0) {
         p.a.dSinks[h] = sum;
     }
+#else
+    GGML_UNUSED_VARS(p);
+    NO_DEVICE_CODE;
+#endif // defined(__CUDA_ARCH_FEAT_SM90_ALL)
 }

@@ -5,6 +5,7 @@
 #include "fattn-back-hopper-prep.cuh"
 
 #define FATTN_BACK_HOPPER_BAND   (40 << 20) // bytes of streamed operands that blocks which run side by side may share
+#define FATTN_BACK_HOPPER_FEW    16       // blocks that share a head's tiles where there is seldom anything to do
 #define FATTN_BACK_HOPPER_BLOCKS 1024     // tiles whose blocks finish at much the same time in any order
 
 // a pass takes as many units as the workspace holds; first all units, then again those that need a split S
@@ -234,7 +235,7 @@ static void fattn_back_hopper_prep(const fattn_back_hopper_params & p, cudaStrea
     }
     fattn_back_hopper_convert<D, split>(p, true, stream);
     if constexpr (!split) {
-        flash_attn_back_hopper_rescale<D><<<dim3(p.QT, p.a.G * p.units), n, 0, stream>>>(p);
+        flash_attn_back_hopper_rescale<D><<<dim3(std::min(p.QT, FATTN_BACK_HOPPER_FEW), p.a.G * p.units), n, 0, stream>>>(p);
     }
     CUDA_CHECK(cudaGetLastError());
 }
@@ -317,7 +318,7 @@ static void fattn_back_hopper_passes(const fattn_back_hopper_plan & plan, char *
     for (int split = 0; split < 2; ++split) {
         fattn_back_hopper_layout(p, workspace, plan.units[split], split != 0 ? p.KT : plan.kts_stats, split != 0, 0);
         if (split == 0 && p.a.mask != nullptr) {
-            constexpr int n = FATTN_BACK_HOPPER_PREP_THREADS / FATTN_BACK_HOPPER_ROWS;
+            constexpr int n = FATTN_BACK_HOPPER_MASK_TILES;
             const dim3 grid((p.KT + n - 1) / n, p.QT, p.a.mask_nheads * p.a.mask_nseqs);
             flash_attn_back_hopper_mask_tiles<<<grid, FATTN_BACK_HOPPER_PREP_THREADS, 0, stream>>>(p);
             flash_attn_back_hopper_mask_used<<<dim3(p.KT, p.a.mask_nseqs * p.a.mask_groups()), 32, 0, stream>>>(p);
