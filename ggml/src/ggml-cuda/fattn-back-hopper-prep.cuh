@@ -5,7 +5,6 @@
 #include "fattn-back-hopper-kernels.cuh"
 
 #define FATTN_BACK_HOPPER_PREP_THREADS 256
-#define FATTN_BACK_HOPPER_LOADS        4 // rows that a thread loads together
 #define FATTN_BACK_HOPPER_COLPART      (3 * FATTN_BACK_HOPPER_MAX_D + 1)
 #define FATTN_BACK_HOPPER_AMAX_K       8 // exponent of the largest |K - mean| as an operand
 #define FATTN_BACK_HOPPER_NORM_V       6 // exponent of the bound of a row of V - mean; a row of dO has a norm in [1, 2): |dP| <= 2^8
@@ -99,6 +98,10 @@ static __device__ __forceinline__ bool fattn_back_hopper_used(const fattn_back_h
     return (used >> key % FATTN_BACK_HOPPER_ROWS & 1) != 0;
 }
 
+// rows that a thread loads together, at most those that it has of a tile
+template <int D>
+static constexpr int fattn_back_hopper_loads = std::min(4, FATTN_BACK_HOPPER_ROWS * D / 8 / FATTN_BACK_HOPPER_PREP_THREADS);
+
 // A row is loaded by D/8 threads, thread i takes the components [c, c + 4) and [c + 16, c + 20), c = first(i)
 static __device__ __forceinline__ int fattn_back_hopper_first(const int i) {
     return i / 4 * 32 + i % 4 * 4;
@@ -151,19 +154,20 @@ static __global__ void __launch_bounds__(FATTN_BACK_HOPPER_PREP_THREADS) flash_a
         x[1][c] = INFINITY;
         x[2][c] = -INFINITY;
     }
-    for (int key = key0 + row; key < key1; key += FATTN_BACK_HOPPER_LOADS * nrows) {
-        int64_t offset[FATTN_BACK_HOPPER_LOADS];
-        bool used[FATTN_BACK_HOPPER_LOADS];
-        float y[FATTN_BACK_HOPPER_LOADS][8];
+    constexpr int nloads = fattn_back_hopper_loads<D>;
+    for (int key = key0 + row; key < key1; key += nloads * nrows) {
+        int64_t offset[nloads];
+        bool used[nloads];
+        float y[nloads][8];
 #pragma unroll
-        for (int j = 0; j < FATTN_BACK_HOPPER_LOADS; ++j) {
+        for (int j = 0; j < nloads; ++j) {
             const int k = key + j * nrows;
             used[j]     = k < key1 && fattn_back_hopper_used(p, unit, k);
             offset[j]   = src.offset(min(k, key1 - 1), unit % p.a.Hkv, unit / p.a.Hkv);
         }
         fattn_back_load8(src, offset, fattn_back_hopper_first(i), D, y);
 #pragma unroll
-        for (int j = 0; j < FATTN_BACK_HOPPER_LOADS; ++j) {
+        for (int j = 0; j < nloads; ++j) {
 #pragma unroll
             for (int c = 0; c < 8; ++c) {
                 x[0][c] += used[j] ? y[j][c] : 0.0f;
@@ -317,8 +321,7 @@ static __global__ void __launch_bounds__(FATTN_BACK_HOPPER_PREP_THREADS) flash_a
             mean[c]         = is_v ? p.mean_v[j] : p.mean_k[j];
         }
         constexpr int nrows  = FATTN_BACK_HOPPER_PREP_THREADS / n;
-        constexpr int nloads = FATTN_BACK_HOPPER_ROWS / nrows < FATTN_BACK_HOPPER_LOADS ? FATTN_BACK_HOPPER_ROWS / nrows
-                                                                                        : FATTN_BACK_HOPPER_LOADS;
+        constexpr int nloads = fattn_back_hopper_loads<D>;
         for (int r0 = threadIdx.x / n; r0 < FATTN_BACK_HOPPER_ROWS; r0 += nloads * nrows) {
             int64_t offset[nloads];
             float x[nloads][8];
