@@ -167,38 +167,24 @@ static __device__ __forceinline__ void fattn_back_fused_product(float (&x)[nm][n
     }
 }
 
-// x += a X and y += b Y, each 16 streamed rows that ldmatrix reads from bt
-template <typename T, int nm, int n>
-static __device__ __forceinline__ void fattn_back_fused_accumulate(
-    float (&x)[nm][n][4], const uint32_t (&a)[nm][4], float (&y)[nm][n][4], const uint32_t (&b)[nm][4],
-    const uint32_t bt_x, const uint32_t bt_y) {
-#pragma unroll
-    for (int ni = 0; ni < n / 2; ++ni) {
-        uint32_t X[4];
-        uint32_t Y[4];
-        fattn_back_ldmatrix_trans(X, T::step(bt_x, ni));
-        fattn_back_ldmatrix_trans(Y, T::step(bt_y, ni));
-#pragma unroll
-        for (int mi = 0; mi < nm; ++mi) {
-            fattn_back_mma(x[mi][2 * ni + 0], a[mi], X[0], X[1]);
-            fattn_back_mma(y[mi][2 * ni + 0], b[mi], Y[0], Y[1]);
-            fattn_back_mma(x[mi][2 * ni + 1], a[mi], X[2], X[3]);
-            fattn_back_mma(y[mi][2 * ni + 1], b[mi], Y[2], Y[3]);
-        }
-    }
-}
-template <typename T, int nm, int n>
+// x += a X and y += b Y, each 16 streamed rows, X what ldmatrix reads from bt and Y the same to_y bytes on
+template <typename T, int to_y, int nm, int n>
 static __device__ __forceinline__ void fattn_back_fused_accumulate(
     float (&x)[nm][n][4], const uint32_t (&a)[nm][4], float (&y)[nm][n][4], const uint32_t (&b)[nm][4], const uint32_t bt) {
 #pragma unroll
     for (int ni = 0; ni < n / 2; ++ni) {
-        uint32_t B[4];
-        fattn_back_ldmatrix_trans(B, T::step(bt, ni));
+        uint32_t X[4];
+        uint32_t Y[4];
+        fattn_back_ldmatrix_trans(X, T::step(bt, ni));
+        if constexpr (to_y != 0) {
+            fattn_back_ldmatrix_trans(Y, T::step(bt + to_y, ni));
+        }
+        const uint32_t (&B)[4] = to_y != 0 ? Y : X;
 #pragma unroll
         for (int mi = 0; mi < nm; ++mi) {
-            fattn_back_mma(x[mi][2 * ni + 0], a[mi], B[0], B[1]);
+            fattn_back_mma(x[mi][2 * ni + 0], a[mi], X[0], X[1]);
             fattn_back_mma(y[mi][2 * ni + 0], b[mi], B[0], B[1]);
-            fattn_back_mma(x[mi][2 * ni + 1], a[mi], B[2], B[3]);
+            fattn_back_mma(x[mi][2 * ni + 1], a[mi], X[2], X[3]);
             fattn_back_mma(y[mi][2 * ni + 1], b[mi], B[2], B[3]);
         }
     }
@@ -567,7 +553,7 @@ static __global__ void __launch_bounds__(FATTN_BACK_FUSED_WARPS * WARP_SIZE, 1) 
                 }
 #pragma unroll
                 for (int k = 0; k < nn / 2; ++k) {
-                    fattn_back_fused_accumulate<T>(acc_s, dS16[k], acc_p, P16[k], bt + k * 16 * T::pitch, bt + k * 16 * T::pitch + operand);
+                    fattn_back_fused_accumulate<T, operand>(acc_s, dS16[k], acc_p, P16[k], bt + k * 16 * T::pitch);
                 }
                 if constexpr (c.pairs) {
                     // the other half of the streamed tile
@@ -581,8 +567,7 @@ static __global__ void __launch_bounds__(FATTN_BACK_FUSED_WARPS * WARP_SIZE, 1) 
                             ggml_cuda_memcpy_1<16>(P16[k][mi], exchange + ((k * nm + mi) * 2 + 0) * WARP_SIZE);
                             ggml_cuda_memcpy_1<16>(dS16[k][mi], exchange + ((k * nm + mi) * 2 + 1) * WARP_SIZE);
                         }
-                        const uint32_t btk = bt_other + k * 16 * T::pitch;
-                        fattn_back_fused_accumulate<T>(acc_s, dS16[k], acc_p, P16[k], btk, btk + operand);
+                        fattn_back_fused_accumulate<T, operand>(acc_s, dS16[k], acc_p, P16[k], bt_other + k * 16 * T::pitch);
                     }
                 }
             } else {
@@ -797,12 +782,12 @@ static __global__ void __launch_bounds__(FATTN_BACK_FUSED_WARPS * WARP_SIZE, 1) 
                         fattn_back_fused_operand(Eu, E);
 #pragma unroll
                         for (int k = 0; k < nd / 2; ++k) {
-                            fattn_back_fused_accumulate<T>(acc_s, dS16[k], acc_p, Eu[k], bt + (n1 / 2 + k) * 16 * T::pitch);
+                            fattn_back_fused_accumulate<T, 0>(acc_s, dS16[k], acc_p, Eu[k], bt + (n1 / 2 + k) * 16 * T::pitch);
                         }
                     } else {
 #pragma unroll
                         for (int k = 0; k < nd / 2; ++k) {
-                            fattn_back_fused_accumulate<T>(acc_s, dS16[k], acc_p, E16[n1 / 2 + k], bt + (n1 / 2 + k) * 16 * T::pitch);
+                            fattn_back_fused_accumulate<T, 0>(acc_s, dS16[k], acc_p, E16[n1 / 2 + k], bt + (n1 / 2 + k) * 16 * T::pitch);
                         }
                     }
                 }
