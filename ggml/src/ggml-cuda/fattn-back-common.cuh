@@ -361,3 +361,48 @@ static __device__ __forceinline__ void fattn_back_load8(
     const int64_t offsets[1] = { offset };
     fattn_back_load8(src, offsets, e, D, reinterpret_cast<float (&)[1][8]>(x));
 }
+
+// With fattn_back_load8, ceil(D/32)*4 threads load a row: first component of the i-th one, component of its c-th value.
+static __device__ __forceinline__ int fattn_back_load8_first(const int i) {
+    return i / 4 * 32 + i % 4 * 4;
+}
+static __device__ __forceinline__ int fattn_back_load8_component(const int i, const int c) {
+    return fattn_back_load8_first(i) + c / 4 * 16 + c % 4;
+}
+
+#define FATTN_BACK_COLUMNS_THREADS 256
+#define FATTN_BACK_COLUMNS_MAX_D   256
+#define FATTN_BACK_COLUMNS_SIZE    (3 * FATTN_BACK_COLUMNS_MAX_D + 1)
+
+// Sums, minima and maxima of columns over a block in a fixed order, and the number of rows in them: x and count are those of the thread,
+// which has the components of threadIdx.x % n. dst: [3][FATTN_BACK_COLUMNS_MAX_D] and the number.
+static __device__ __forceinline__ void fattn_back_column_stats(const float (&x)[3][8], const int count, const int n, float * dst) {
+    const int nrows = FATTN_BACK_COLUMNS_THREADS / n;
+    __shared__ float red[FATTN_BACK_COLUMNS_THREADS][9];
+    red[threadIdx.x][8] = count;
+#pragma unroll
+    for (int what = 0; what < 3; ++what) {
+        __syncthreads();
+#pragma unroll
+        for (int c = 0; c < 8; ++c) {
+            red[threadIdx.x][c] = x[what][c];
+        }
+        __syncthreads();
+        for (int j = threadIdx.x; j < 8 * n; j += FATTN_BACK_COLUMNS_THREADS) {
+            float y = red[j / 8][j % 8];
+            for (int r = 1; r < nrows; ++r) {
+                const float z = red[r * n + j / 8][j % 8];
+                y             = what == 0 ? y + z : what == 1 ? fminf(y, z)
+                                                              : fmaxf(y, z);
+            }
+            dst[what * FATTN_BACK_COLUMNS_MAX_D + fattn_back_load8_component(j / 8, j % 8)] = y;
+        }
+    }
+    if (threadIdx.x == 0) {
+        float y = 0.0f;
+        for (int r = 0; r < nrows; ++r) {
+            y += red[r * n][8];
+        }
+        dst[3 * FATTN_BACK_COLUMNS_MAX_D] = y;
+    }
+}

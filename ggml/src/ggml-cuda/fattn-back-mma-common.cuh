@@ -45,12 +45,14 @@ struct fattn_back_mma_params {
 
     // of the mask
     uint8_t * tiles; // [mask_nseqs][mask_nheads][QB][2*KT] of granules of keys, NULL without a mask
-    uint8_t * seen;  // [mask_nseqs][mask_nheads][QB][128*KT] keys that some row of the query block sees
+    uint32_t * seen; // [mask_nseqs][mask_nheads][QB][128*KT/32] keys that some row of the query block sees, as bits
     uint8_t * used;  // [mask_nseqs][mask_groups][128*KT] keys that some row sees
 
     // group of units whose operands are in the workspace
     int unit0;
     int units;
+    int rb0;          // their rows: the first row block, and the row blocks
+    int rblocks;
     int nparts;       // of the column statistics
     float * colparts; // [units][2][nparts][3*256 + 1] sums, minima and maxima of K's and V's columns, number of keys
     float * mean_k;   // [units][256]
@@ -58,15 +60,15 @@ struct fattn_back_mma_params {
     float * exp_k;    // [units] K' = (K - mean) * 2^exp_k
     float * exp_v;
     half * k_hi;     // [units][128*KT][Pk]
-    half * k_lo;
+    half * k_lo;     // NULL: formed where it is needed
     half * v;        // [units][128*KT][Pv]
-    half * q_hi;     // [units][64*RB][Pk] scale*log2(e)*Q * 2^exp_q
+    half * q_hi;     // [units][64*rblocks][Pk] scale*log2(e)*Q * 2^exp_q
     half * q_lo;
-    half * dO;       // [units][64*RB][Pv] dO * 2^exp_dO
-    float * exp_q;    // [units][64*RB]
+    half * dO;       // [units][64*rblocks][Pv] dO * 2^exp_dO
+    float * exp_q;    // [units][64*rblocks]
     float * exp_dO;
-    float * dot_q;    // [units][64*RB] scale*log2(e)*Q . mean(K)
-    float * dot_dO;   // [units][64*RB] dO . mean(V)
+    float * dot_q;    // [units][64*rblocks] scale*log2(e)*Q . mean(K)
+    float * dot_dO;   // [units][64*rblocks] dO . mean(V)
     int * exp_q_min;    // [units]
     int * exp_dO_min;
 
@@ -81,7 +83,7 @@ struct fattn_back_mma_params {
     int cunits;
     int cb0;    // first row block
     int cblocks;
-    int strip;  // key tiles of a block of the scores kernel
+    int nstrips; // blocks of the scores kernel that share the key tiles of a pair of row blocks
     int len_q;  // key tiles of a part of dQ's sums
     int len_kv; // row blocks of a part of dK's and dV's sums
     bool accumulate; // dK and dV have an earlier chunk's sums
@@ -105,9 +107,10 @@ struct fattn_back_mma_params {
     float * part_k;    // [parts][cunits][tiles of the window][128][Dk]
     float * part_v;    // [parts][cunits][tiles of the window][128][Dv]
 
-    __host__ __device__ int64_t rows() const { return (int64_t) FATTN_BACK_MMA_ROWS * RB; }
+    __host__ __device__ int64_t rows() const { return (int64_t) FATTN_BACK_MMA_ROWS * rblocks; }
     __host__ __device__ int64_t keys() const { return (int64_t) FATTN_BACK_MMA_KEYS * KT; }
     __host__ __device__ int64_t crows() const { return (int64_t) FATTN_BACK_MMA_ROWS * cblocks; }
+    __host__ __device__ int64_t crow0() const { return (int64_t) FATTN_BACK_MMA_ROWS * (cb0 - rb0); } // the chunk's first of the rows
 
     // first tile of a row block of the chunk
     __host__ __device__ int64_t tile(const int cu, const int cb, const int kt) const {

@@ -150,7 +150,7 @@ static __device__ __forceinline__ void fattn_back_grads_tile(
             ld_factors = (const char *) (p.fac_q + p.granule(cunit, 2 * i) + t * 128 + threadIdx.x % 32 * 4);
         } else {              // slice/8 x 16 matrices
             ld_pairs    = p.pairs + p.tile(cunit, i, t) + threadIdx.x * 8;
-            ld_operand  = operand + (int64_t) (p.cb0 + i) * FATTN_BACK_MMA_ROWS * pitch;
+            ld_operand  = operand + (p.crow0() + i * FATTN_BACK_MMA_ROWS) * pitch;
             const int j = threadIdx.x % 64 / (slice / 8);
             ld_factors  = (const char *) ((
                                               j < 4 ? (j < 2 ? p.fac_v : p.fac_k) + p.granule(cunit, 2 * t + j % 2) : (j == 4 ? p.D_hi : p.D_lo) + cunit * p.crows()) +
@@ -365,7 +365,7 @@ static __device__ __forceinline__ void fattn_back_grads_tile(
                                       : out + p.out_row(is_q, cunit, row) * D) +
                     wn * ncw + c2;
                 if constexpr (is_q) {
-                    scale = p.a.scale * exp2f(-FATTN_BACK_MMA_SHIFT_P - e_kv - p.exp_dO[lunit * p.rows() + (int64_t) p.cb0 * FATTN_BACK_MMA_ROWS + row]);
+                    scale = p.a.scale * exp2f(-FATTN_BACK_MMA_SHIFT_P - e_kv - p.exp_dO[lunit * p.rows() + p.crow0() + row]);
                     R     = p.rank1 && part == 0 ? p.a.scale * p.R[cunit * p.crows() + row] : 0.0f;
                 } else {
                     scale = (is_v ? 1.0f : 0.6931471805599453f) * exp2f(-FATTN_BACK_MMA_SHIFT_P - e_kv);
@@ -474,7 +474,7 @@ static void ggml_cuda_flash_attn_back_grads_case(const fattn_back_mma_params & p
 }
 
 #define FATTN_BACK_REDUCE_THREADS 256
-#define FATTN_BACK_REDUCE_BLOCKS  16 // of a tile
+#define FATTN_BACK_REDUCE_BLOCKS  32 // of a tile
 
 // The sum of a tile's parts, in their order. Grid: FATTN_BACK_REDUCE_BLOCKS * (tiles of dQ, of dK, of dV).
 static __global__ void __launch_bounds__(FATTN_BACK_REDUCE_THREADS) flash_attn_back_reduce(const fattn_back_mma_params p) {

@@ -65,6 +65,8 @@ static const fattn_back_mma_case * fattn_back_mma_get_case(const int64_t Dk, con
     return nullptr;
 }
 
+#define FATTN_BACK_MMA_ROW_CHUNKS 8 // chunks whose rows are converted at once
+
 struct fattn_back_mma_plan {
     fattn_back_mma_params p;
     const fattn_back_mma_case * kernels;
@@ -89,12 +91,11 @@ static size_t fattn_back_mma_layout(fattn_back_mma_plan & plan, char * base) {
     if (p.a.mask != nullptr) {
         const int64_t nqb = (int64_t) p.a.mask_nheads * p.a.mask_nseqs * p.QB;
         take(p.tiles, nqb * 2 * p.KT);
-        take(p.seen, nqb * p.keys());
+        take(p.seen, nqb * p.keys() / 32);
         take(p.used, p.a.mask_nseqs * p.a.mask_groups() * p.keys());
     }
 
     const int64_t units = plan.max_units;
-    take(p.colparts, units * 2 * p.nparts * FATTN_BACK_PREP_COLPART);
     for (float ** ptr : { &p.mean_k, &p.mean_v }) {
         take(*ptr, units * FATTN_BACK_MMA_MAX_D);
     }
@@ -105,8 +106,9 @@ static size_t fattn_back_mma_layout(fattn_back_mma_plan & plan, char * base) {
     for (float ** ptr : { &p.exp_q, &p.exp_dO, &p.dot_q, &p.dot_dO }) {
         take(*ptr, units * p.rows());
     }
-    for (half ** ptr : { &p.k_hi, &p.k_lo }) {
-        take(*ptr, units * p.keys() * p.Pk);
+    take(p.k_hi, units * p.keys() * p.Pk);
+    if (plan.fused || p.split_all) {
+        take(p.k_lo, units * p.keys() * p.Pk);
     }
     for (half ** ptr : { &p.q_hi, &p.q_lo }) {
         take(*ptr, units * p.rows() * p.Pk);
@@ -114,11 +116,17 @@ static size_t fattn_back_mma_layout(fattn_back_mma_plan & plan, char * base) {
     take(p.v, units * p.keys() * p.Pv);
     take(p.dO, units * p.rows() * p.Pv);
 
+    // only until the means are known, where later arrays are
+    const size_t start = nbytes;
+    take(p.colparts, units * 2 * p.nparts * FATTN_BACK_COLUMNS_SIZE);
+    const size_t end = nbytes;
+    nbytes           = start;
+
     if (plan.fused) {
         take(p.stat_s, units * p.rows());
         take(p.stat_d, units * p.rows());
         take(p.split, p.split_at(units, 0, 0));
-        return nbytes;
+        return std::max(nbytes, end);
     }
 
     const int64_t crows = (int64_t) plan.max_cunits * plan.max_cblocks * FATTN_BACK_MMA_ROWS;
@@ -128,7 +136,7 @@ static size_t fattn_back_mma_layout(fattn_back_mma_plan & plan, char * base) {
             take(*ptr, crows * 2 * p.KT);
         }
     }
-    take(p.fac_q, crows * 2 * p.KT);
+    p.fac_q = p.gsum; // a thread reads its sums first
     for (half ** ptr : { &p.fac_v, &p.fac_k }) {
         take(*ptr, crows * 2 * p.KT);
     }
@@ -142,8 +150,8 @@ static size_t fattn_back_mma_layout(fattn_back_mma_plan & plan, char * base) {
     p.cblocks             = plan.max_cblocks;
     const int64_t rows_q  = (int64_t) plan.max_cunits * p.ntiles(true) * 128;
     const int64_t rows_kv = (int64_t) plan.max_cunits * p.ntiles(false) * FATTN_BACK_MMA_KEYS;
-    take(p.nparts_q, plan.max_cunits * p.ntiles(true));
-    take(p.nparts_kv, plan.max_cunits * p.ntiles(false));
+    take(p.nparts_q, (int64_t) plan.max_cunits * p.ntiles(true));
+    take(p.nparts_kv, (int64_t) plan.max_cunits * p.ntiles(false));
     if (p.max_parts_q() > 1) {
         take(p.part_q, p.max_parts_q() * rows_q * p.a.Dk);
     }
@@ -151,7 +159,28 @@ static size_t fattn_back_mma_layout(fattn_back_mma_plan & plan, char * base) {
         take(p.part_k, p.max_parts_kv() * rows_kv * p.a.Dk);
         take(p.part_v, p.max_parts_kv() * rows_kv * p.a.Dv);
     }
-    return nbytes;
+    return std::max(nbytes, end);
+}
+
+// largest n of [1, hi] that fits, 1 if none does
+template <typename F>
+static int fattn_back_mma_most(int hi, const F & fits) {
+    int lo = 1;
+    while (lo < hi) {
+        const int n = lo + (hi - lo + 1) / 2;
+        if (fits(n)) {
+            lo = n;
+        } else {
+            hi = n - 1;
+        }
+    }
+    return lo;
+}
+
+// n divided as evenly as pieces of at most size allow: the largest piece
+static int fattn_back_mma_even(const int n, const int size) {
+    const int npieces = (n + size - 1) / size;
+    return (n + npieces - 1) / npieces;
 }
 
 static fattn_back_mma_plan fattn_back_mma_make_plan(
@@ -171,58 +200,69 @@ static fattn_back_mma_plan fattn_back_mma_make_plan(
     p.rank1                   = softcap || args.sinks != nullptr;
     p.split_all               = split_all;
 
-    const int64_t units = (int64_t) args.S * args.Hkv;
+    const int units = args.S * args.Hkv;
 
     // The fused kernels' blocks must fill the device, those of dK and dV at least half of it. A split S costs them more than the others.
     const int n_kv          = (args.dK != nullptr) + (args.dV != nullptr);
-    const int64_t blocks_q  = units * p.QB * args.G / FATTN_BACK_FUSED_MAX_BLOCKS;
-    const int64_t blocks_kv = units * p.ntiles(false);
+    const int64_t blocks_q  = (int64_t) units * p.QB * args.G / FATTN_BACK_FUSED_MAX_BLOCKS;
+    const int64_t blocks_kv = (int64_t) units * p.ntiles(false);
     plan.fused              = plan.kernels->fused[0] != nullptr && !(split_all && plan.kernels->Dk > 64) && blocks_q >= nsm / 2 &&
         (n_kv == 0 || blocks_kv >= nsm / 2);
     p.RB = GGML_PAD(p.QB * args.G, plan.fused ? FATTN_BACK_FUSED_MAX_BLOCKS : 2);
 
-    // operands: groups of units of at most the limit, half of it beside pairs, all of one size
-    const int64_t unit_stats = plan.fused ? 2 * p.rows() * sizeof(float2) + p.split_at(1, 0, 0) : 0;
-    const int64_t unit_bytes = (p.keys() + p.rows()) * (2 * p.Pk + p.Pv) * sizeof(half) + unit_stats;
-    plan.max_units           = std::clamp<int64_t>(workspace_limit / (plan.fused ? 1 : 2) / unit_bytes, 1, units);
-    plan.max_units           = (units + (units + plan.max_units - 1) / plan.max_units - 1) / ((units + plan.max_units - 1) / plan.max_units);
-    p.nparts                 = std::clamp<int64_t>(4 * nsm / (2 * plan.max_units), 1, (args.M + 63) / 64);
-    if (plan.fused) {
+    const int D_max     = std::max(plan.kernels->Dk, plan.kernels->Dv);
+    const int nslots    = nsm * fattn_back_grads_occupancy(D_max);
+    const int nkt       = p.ntiles(false);
+    const int slices_q  = FATTN_BACK_MMA_KEYS / fattn_back_grads_slice(arch, D_max);
+    const int slices_kv = FATTN_BACK_MMA_ROWS / fattn_back_grads_slice(arch, D_max);
+    // Sets the chunk, returns the bytes in all. Parts of the grads kernel's sums: quarters/4 of dQ for each slot of the device and twice as
+    // many of dV and dK, so that no block is late, but none too short.
+    const auto set_chunk = [&](const int cunits, const int cblocks, const int quarters) {
+        plan.max_cunits       = cunits;
+        plan.max_cblocks      = cblocks;
+        p.rblocks             = (int) std::min<int64_t>(p.RB, (int64_t) FATTN_BACK_MMA_ROW_CHUNKS * cblocks);
+        const int64_t work_q  = args.dQ != nullptr ? (int64_t) cunits * cblocks / 2 * p.KT * slices_q : 0;
+        const int64_t work_kv = (int64_t) cunits * cblocks * slices_kv * nkt * n_kv;
+        const auto len        = [&](const int n, const int slices) { // slices is what an item has
+            return (int) std::clamp<int64_t>(std::max<int64_t>((work_q + work_kv) * 4 / (n * nslots), 16) / slices, 1, FATTN_BACK_GRADS_MAX_ITEMS);
+        };
+        p.len_q     = len(quarters, slices_q);
+        p.len_kv    = len(2 * quarters, slices_kv);
         plan.nbytes = fattn_back_mma_layout(plan, nullptr);
+        return plan.nbytes;
+    };
+
+    // groups of as many units as the limit takes, half of it beside pairs
+    const auto set_units = [&](const int n) {
+        plan.max_units = n;
+        p.nparts       = std::clamp(2 * nsm / n, 1, (args.M + 63) / 64);
+        return plan.fused ? set_chunk(0, p.RB, 1) <= workspace_limit
+                          : set_chunk(0, p.RB, 1) <= workspace_limit / 2 && set_chunk(1, 2, 1) <= workspace_limit;
+    };
+    set_units(fattn_back_mma_even(units, fattn_back_mma_most(units, set_units)));
+    if (plan.fused) {
         return plan;
     }
 
-    // pairs: as many row blocks as the limit takes, of as few units as fill the device
-    const int D_max           = std::max(plan.kernels->Dk, plan.kernels->Dv);
-    const int nslots          = nsm * fattn_back_grads_occupancy(D_max);
-    const int nkt             = p.ntiles(false);
-    const int64_t block_bytes = (int64_t) p.KT * ((softcap ? 3 : 2) * FATTN_BACK_MMA_PAIRS * sizeof(half) + 2 * FATTN_BACK_MMA_ROWS * ((softcap ? 6 : 4) * sizeof(float) + 2 * sizeof(half)));
-    const int64_t max_blocks  = std::max<int64_t>(workspace_limit / block_bytes, 2);
-    if (max_blocks >= p.RB) {
-        plan.max_cblocks = p.RB;
-        plan.max_cunits  = std::min<int64_t>(max_blocks / p.RB, plan.max_units);
+    // pairs: as many row blocks as the limit takes beside parts of the sums, of as few units as fill the device
+    const auto fits = [&](const int cunits, const int cblocks) { return set_chunk(cunits, cblocks, 4) <= workspace_limit; };
+    int cblocks     = p.RB;
+    int cunits      = 1;
+    if (fits(1, p.RB)) {
+        cunits = fattn_back_mma_most(plan.max_units, [&](const int n) { return fits(n, p.RB); });
     } else {
-        plan.max_cunits   = std::clamp<int64_t>(nslots / std::max(nkt * n_kv, 1), 1, std::min<int64_t>(max_blocks / 2, plan.max_units));
-        plan.max_cblocks  = max_blocks / plan.max_cunits / 2 * 2;
-        const int nchunks = (p.RB + plan.max_cblocks - 1) / plan.max_cblocks;
-        plan.max_cblocks  = GGML_PAD((p.RB + nchunks - 1) / nchunks, 2);
+        const int fill = std::clamp(nslots / std::max(nkt * n_kv, 1), 1, plan.max_units);
+        cunits         = fattn_back_mma_most(fill, [&](const int n) { return fits(n, 2); });
+        cblocks        = 2 * fattn_back_mma_even(p.RB / 2, fattn_back_mma_most(p.RB / 2, [&](const int n) { return fits(cunits, 2 * n); }));
+    }
+    const bool even = p.KT >= 4 * p.QB; // queries see much the same number of keys, whatever the mask
+    for (int quarters = even ? 4 : 8; quarters > 0 && set_chunk(cunits, cblocks, quarters) > workspace_limit; quarters /= 2) {
     }
 
-    // parts of the grads kernel's sums: several for each slot of the device, so that no block is late, but none too short
-    const int slices_q    = FATTN_BACK_MMA_KEYS / fattn_back_grads_slice(arch, D_max);
-    const int slices_kv   = FATTN_BACK_MMA_ROWS / fattn_back_grads_slice(arch, D_max);
-    const int64_t work_q  = args.dQ != nullptr ? (int64_t) plan.max_cunits * plan.max_cblocks / 2 * p.KT * slices_q : 0;
-    const int64_t work_kv = (int64_t) plan.max_cunits * plan.max_cblocks * slices_kv * nkt * n_kv;
-    const int64_t len     = std::max<int64_t>((work_q + work_kv) / (4 * nslots), 16); // slices
-    const int64_t len_q   = std::max<int64_t>((work_q + work_kv) / (2 * nslots), 16);
-    p.len_q               = std::clamp<int64_t>(len_q / slices_q, 1, FATTN_BACK_GRADS_MAX_ITEMS);
-    p.len_kv              = std::clamp<int64_t>(len / slices_kv, 1, FATTN_BACK_GRADS_MAX_ITEMS);
-
-    // strips of the scores kernel: several for each block that fits the device
-    const int64_t tiles = (int64_t) plan.max_cunits * plan.max_cblocks / 2 * p.KT;
-    p.strip             = std::clamp<int64_t>(tiles / (4 * nsm), 2, FATTN_BACK_SCORES_MAX_STRIP);
-
-    plan.nbytes = fattn_back_mma_layout(plan, nullptr);
+    // strips of the scores kernel: blocks for the device once, or several times
+    const int64_t npairs = (int64_t) cunits * cblocks / 2;
+    const int64_t nfill  = (even ? 1 : 4) * nsm / npairs;
+    p.nstrips            = std::clamp<int64_t>(nfill, (p.KT + FATTN_BACK_SCORES_MAX_STRIP - 1) / FATTN_BACK_SCORES_MAX_STRIP, (p.KT + 1) / 2);
     return plan;
 }
 
@@ -234,7 +274,7 @@ static bool fattn_back_mma_try_scores(const fattn_back_mma_plan & plan, cudaStre
         return false;
     }
     CUDA_SET_SHARED_MEMORY_LIMIT((flash_attn_back_scores<softcap, resident, nst>), fattn_back_mma_smem(plan.arch));
-    const dim3 grid((p.KT + p.strip - 1) / p.strip * (p.cblocks / 2), p.cunits);
+    const dim3 grid(p.cblocks / 2, p.nstrips, p.cunits);
     flash_attn_back_scores<softcap, resident, nst><<<grid, FATTN_BACK_SCORES_THREADS, smem, stream>>>(p);
     CUDA_CHECK(cudaGetLastError());
     return true;
@@ -247,11 +287,34 @@ static void fattn_back_mma_run_scores(const fattn_back_mma_plan & plan, cudaStre
         fattn_back_mma_try_scores<softcap, false, 3>(plan, stream);
     }
     if (p.KT < 128) {
-        flash_attn_back_row_stats<32, softcap><<<dim3(p.crows() / 32, p.cunits), FATTN_BACK_ROWS_THREADS, 0, stream>>>(p);
+        flash_attn_back_row_stats<32, softcap><<<dim3(p.crows() / 32, p.cunits), fattn_back_rows_threads(32), 0, stream>>>(p);
     } else {
-        flash_attn_back_row_stats<8, softcap><<<dim3(p.crows() / 8, p.cunits), FATTN_BACK_ROWS_THREADS, 0, stream>>>(p);
+        flash_attn_back_row_stats<8, softcap><<<dim3(p.crows() / 8, p.cunits), fattn_back_rows_threads(8), 0, stream>>>(p);
     }
     CUDA_CHECK(cudaGetLastError());
+}
+
+// the chunk from row block p.cb0 on
+static void fattn_back_mma_run_chunk(fattn_back_mma_plan & plan, cudaStream_t stream) {
+    fattn_back_mma_params & p = plan.p;
+    p.cblocks                 = std::min(plan.max_cblocks, p.RB - p.cb0);
+    p.plane                   = (int64_t) p.cunits * p.cblocks * p.KT * FATTN_BACK_MMA_PAIRS;
+    p.accumulate              = p.cb0 > 0;
+
+    const bool softcap = p.a.logit_softcap != 0.0f;
+    if (softcap) {
+        fattn_back_mma_run_scores<true>(plan, stream);
+    } else {
+        fattn_back_mma_run_scores<false>(plan, stream);
+    }
+    plan.kernels->grads[softcap](p, plan.arch, stream);
+
+    const int tiles_q  = p.a.dQ != nullptr && p.max_parts_q() > 1 ? p.cunits * p.ntiles(true) : 0;
+    const int tiles_kv = (p.a.dK != nullptr || p.a.dV != nullptr) && p.max_parts_kv() > 1 ? p.cunits * p.ntiles(false) : 0;
+    if (tiles_q + tiles_kv > 0) {
+        flash_attn_back_reduce<<<FATTN_BACK_REDUCE_BLOCKS *(p.cunits * p.ntiles(true) + 2 * tiles_kv), FATTN_BACK_REDUCE_THREADS, 0, stream>>>(p);
+        CUDA_CHECK(cudaGetLastError());
+    }
 }
 
 static void fattn_back_mma_run(fattn_back_mma_plan & plan, char * workspace, cudaStream_t stream) {
@@ -269,7 +332,6 @@ static void fattn_back_mma_run(fattn_back_mma_plan & plan, char * workspace, cud
     }
 
     const int units = p.a.S * p.a.Hkv;
-    const int n_kv  = (p.a.dK != nullptr) + (p.a.dV != nullptr);
     for (p.unit0 = 0; p.unit0 < units; p.unit0 += plan.max_units) {
         p.units = std::min(plan.max_units, units - p.unit0);
 
@@ -280,37 +342,22 @@ static void fattn_back_mma_run(fattn_back_mma_plan & plan, char * workspace, cud
         const int64_t nkv = p.keys() * (std::max(p.Pk, p.Pv) / 8);
         flash_attn_back_convert_kv<<<dim3((nkv + FATTN_BACK_PREP_THREADS - 1) / FATTN_BACK_PREP_THREADS, p.units, 2), FATTN_BACK_PREP_THREADS, 0, stream>>>(p);
         CUDA_CHECK(cudaGetLastError());
-        CUDA_CHECK(cudaMemsetAsync(p.exp_q_min, 0x7F, p.units * sizeof(*p.exp_q_min), stream));
-        CUDA_CHECK(cudaMemsetAsync(p.exp_dO_min, 0x7F, p.units * sizeof(*p.exp_dO_min), stream));
-        const int nrows = FATTN_BACK_PREP_THREADS / fattn_back_prep_row_threads(std::max(p.Pk, p.Pv));
-        flash_attn_back_convert_rows<<<dim3((p.rows() + nrows - 1) / nrows, p.units, 2), FATTN_BACK_PREP_THREADS, 0, stream>>>(p);
-        CUDA_CHECK(cudaGetLastError());
+        for (p.rb0 = 0; p.rb0 < p.RB; p.rb0 += p.rblocks) {
+            CUDA_CHECK(cudaMemsetAsync(p.exp_q_min, 0x7F, p.units * sizeof(*p.exp_q_min), stream));
+            CUDA_CHECK(cudaMemsetAsync(p.exp_dO_min, 0x7F, p.units * sizeof(*p.exp_dO_min), stream));
+            const int nrows = FATTN_BACK_PREP_THREADS / fattn_back_prep_row_threads(std::max(p.Pk, p.Pv));
+            flash_attn_back_convert_rows<<<dim3((p.rows() + nrows - 1) / nrows, p.units, 2), FATTN_BACK_PREP_THREADS, 0, stream>>>(p);
+            CUDA_CHECK(cudaGetLastError());
 
-        if (plan.fused) {
-            CUDA_CHECK(cudaMemsetAsync(p.split, 0, p.split_at(p.units, 0, 0), stream));
-            plan.kernels->fused[softcap](p, plan.arch, stream);
-            continue;
-        }
-        for (p.cunit0 = 0; p.cunit0 < p.units; p.cunit0 += plan.max_cunits) {
-            p.cunits = std::min(plan.max_cunits, p.units - p.cunit0);
-            for (p.cb0 = 0; p.cb0 < p.RB; p.cb0 += plan.max_cblocks) {
-                p.cblocks    = std::min(plan.max_cblocks, p.RB - p.cb0);
-                p.plane      = (int64_t) p.cunits * p.cblocks * p.KT * FATTN_BACK_MMA_PAIRS;
-                p.accumulate = p.cb0 > 0;
-
-                if (softcap) {
-                    fattn_back_mma_run_scores<true>(plan, stream);
-                    plan.kernels->grads[1](p, plan.arch, stream);
-                } else {
-                    fattn_back_mma_run_scores<false>(plan, stream);
-                    plan.kernels->grads[0](p, plan.arch, stream);
-                }
-
-                const int tiles_q  = p.a.dQ != nullptr && p.max_parts_q() > 1 ? p.cunits * p.ntiles(true) : 0;
-                const int tiles_kv = n_kv > 0 && p.max_parts_kv() > 1 ? p.cunits * p.ntiles(false) : 0;
-                if (tiles_q + tiles_kv > 0) {
-                    flash_attn_back_reduce<<<FATTN_BACK_REDUCE_BLOCKS *(p.cunits * p.ntiles(true) + 2 * tiles_kv), FATTN_BACK_REDUCE_THREADS, 0, stream>>>(p);
-                    CUDA_CHECK(cudaGetLastError());
+            if (plan.fused) {
+                CUDA_CHECK(cudaMemsetAsync(p.split, 0, p.split_at(p.units, 0, 0), stream));
+                plan.kernels->fused[softcap](p, plan.arch, stream);
+                continue;
+            }
+            for (p.cunit0 = 0; p.cunit0 < p.units; p.cunit0 += plan.max_cunits) {
+                p.cunits = std::min(plan.max_cunits, p.units - p.cunit0);
+                for (p.cb0 = p.rb0; p.cb0 < std::min(p.rb0 + p.rblocks, p.RB); p.cb0 += plan.max_cblocks) {
+                    fattn_back_mma_run_chunk(plan, stream);
                 }
             }
         }

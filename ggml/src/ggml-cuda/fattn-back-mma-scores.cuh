@@ -1,6 +1,6 @@
 #pragma once
 
-#include "fattn-back-mma-common.cuh"
+#include "fattn-back-prep.cuh"
 
 #define FATTN_BACK_SCORES_GROUP     128 // threads that share a pipeline
 #define FATTN_BACK_SCORES_THREADS   (2 * FATTN_BACK_SCORES_GROUP)
@@ -34,19 +34,20 @@ static __device__ __forceinline__ bool fattn_back_scores_sync_or(const int group
 }
 #endif // AMPERE_MMA_AVAILABLE
 
-// four stages beside resident rows are for more than 99 KB; with less the registers do not do for the loads ahead
+// With more than 99 KB the rows always fit. Four stages are for these: with less the registers do not do for the loads ahead.
 static constexpr __host__ __device__ bool fattn_back_scores_built(const int arch, const bool resident, const int nst) {
-    return !resident || nst <= 2 || fattn_back_mma_smem(arch) > 99 * 1024;
+    return resident ? nst <= 2 || fattn_back_mma_smem(arch) > 99 * 1024 : fattn_back_mma_smem(arch) <= 99 * 1024;
 }
 
-// S = QK^T and dP = dO V^T of 128 rows (two row blocks of a unit) and a strip of key tiles, 128x128 at a time: E = exp2(S - m) and
+// S = QK^T and dP = dO V^T of 128 rows (two row blocks of a unit) and every nstrips-th key tile, 128x128 at a time: E = exp2(S - m) and
 // dP to the pair workspace, m and the sums over E, E dP to the granule arrays.
-// Grid: strips * pairs of row blocks (which vary first, so that neighbours share K and V in L2), units of the chunk.
+// Grid: pairs of row blocks (neighbours share K and V in L2), strips of key tiles, units of the chunk.
 // Block: two groups of 2x2 warps that take the strip's tiles in turns and never wait for each other, one computes exponentials while the
 // other keeps the tensor cores busy. A warp has 64 rows x 64 keys; m is a warp's own, so that no sum crosses warps.
 // Shared memory: Q and dO of the 128 rows (resident), and for each group a ring of stages, each a slice of 32 components of 128 keys;
 // where that does not fit, a stage holds the rows' slice as well. The loads run ahead over a group's tiles.
-// Split S is q_hi k_hi + q_lo k_hi + q_hi k_lo: with p.split_all of every tile, else of those whose q_hi k_hi is large somewhere.
+// Split S is q_hi k_hi + q_hi k_lo + q_lo k_hi: with p.split_all of every tile, else of those whose q_hi k_hi is large somewhere. These
+// form k_lo from K in the ring, as it would take a third of the operands' memory.
 template <bool softcap, bool resident, int nst>
 static __global__ void __launch_bounds__(FATTN_BACK_SCORES_THREADS, 1) flash_attn_back_scores(const fattn_back_mma_params p) {
 #ifdef AMPERE_MMA_AVAILABLE
@@ -75,21 +76,21 @@ static __global__ void __launch_bounds__(FATTN_BACK_SCORES_THREADS, 1) flash_att
     const int wm     = wr / FATTN_BACK_MMA_ROWS;        // row block
     const int wn     = thread / WARP_SIZE / nw;         // granule of the key tile
 
-    const int npairs = p.cblocks / 2;
-    const int rp     = blockIdx.x % npairs;
-    const int kt0    = (blockIdx.x / npairs) * p.strip;
-    const int cunit  = blockIdx.y;
-    const int lunit  = p.cunit0 + cunit;
-    const int unit   = p.unit0 + lunit;
-    const int b0     = p.cb0 + 2 * rp;
+    const int rp    = softcap ? fattn_back_rare(blockIdx.x) : (int) blockIdx.x; // else sm_120 spills
+    const int cunit = blockIdx.z;
+    const int lunit = p.cunit0 + cunit;
+    const int unit  = p.unit0 + lunit;
+    const int b0    = p.cb0 + 2 * rp;
 
+    // tile i of the strip is key tile kt_of(i): whatever band of keys the mask leaves, the strips have much the same to do
+    const auto kt_of = [&](const int i) { return fattn_back_rare(blockIdx.y) + i * p.nstrips; };
     // the group's tiles of the strip, and which of them the warp's row block sees not at all or without a mask, as bits
     uint32_t todo;
     uint32_t skip;
     uint32_t full;
     {
-        const int kt                  = kt0 + lane;
-        const bool in                 = lane < p.strip && kt < p.KT;
+        const int kt                  = kt_of(lane);
+        const bool in                 = kt < p.KT;
         const fattn_back_tile tile[2] = {
             in ? fattn_back_mma_tile_row(p, unit, b0).get(kt) : FATTN_BACK_TILE_SKIP,
             in ? fattn_back_mma_tile_row(p, unit, b0 + 1).get(kt) : FATTN_BACK_TILE_SKIP,
@@ -104,7 +105,7 @@ static __global__ void __launch_bounds__(FATTN_BACK_SCORES_THREADS, 1) flash_att
     }
 
     const uint32_t smem_base = fattn_back_shared(smem);
-    const int row0           = lunit * p.rows() + b0 * FATTN_BACK_MMA_ROWS; // operands of a group of units have fewer than 2^31 rows
+    const int row0           = lunit * p.rows() + p.crow0() + 2 * rp * FATTN_BACK_MMA_ROWS; // operands of a group of units have fewer than 2^31 rows
     if (group == 0 && thread < 128) {
         const int b                 = b0 + thread / FATTN_BACK_MMA_ROWS;
         const int h                 = (unit % p.a.Hkv) * p.a.G + b % p.a.G;
@@ -134,17 +135,16 @@ static __global__ void __launch_bounds__(FATTN_BACK_SCORES_THREADS, 1) flash_att
     }
 
     const uint32_t ring  = smem_base + rows_sz + group * nst * stage_sz;
-    const int ld_b       = lunit * p.keys() + kt0 * FATTN_BACK_MMA_KEYS + ld_row;
+    const int ld_b       = lunit * p.keys() + ld_row;
     uint32_t ld_todo     = todo;
     int ld_part          = 0; // 0: q_hi k_hi, 1: q_lo k_hi, 2: q_hi k_lo, 3: dO v
-    bool ld_split        = p.split_all;
     int ld_left          = 0; // slices of the part
     int ld_stage         = 0;
     int ld_step          = 0; // elements of 32 rows
     const half * ld_A    = nullptr;
     const half * ld_B    = nullptr;
     const auto load_part = [&]() {
-        const int kt     = __ffs(ld_todo) - 1;
+        const int kt     = kt_of(__ffs(ld_todo) - 1);
         const bool is_dP = ld_part == 3;
         const int pitch  = is_dP ? p.Pv : p.Pk;
         ld_left          = is_dP ? nv : nk;
@@ -175,12 +175,9 @@ static __global__ void __launch_bounds__(FATTN_BACK_SCORES_THREADS, 1) flash_att
                 ld_A += slice;
             }
             if (--ld_left == 0) {
-                if (ld_part == 3) {
-                    ld_todo &= ld_todo - 1;
-                    ld_split = p.split_all;
-                }
-                ld_part = ld_part == 3 ? 0 : ld_split ? ld_part + 1
-                                                      : 3;
+                ld_todo &= ld_part == 3 ? ld_todo - 1 : ld_todo;
+                ld_part = ld_part == 3 ? 0 : ld_part == 1 && p.split_all ? 2
+                                                                         : 3;
                 load_part();
             }
         }
@@ -217,50 +214,81 @@ static __global__ void __launch_bounds__(FATTN_BACK_SCORES_THREADS, 1) flash_att
             }
         }
     };
-    // acc += the product of the next n slices; resident: rows from slice a on, or q_lo from global memory
-    const auto product = [&](const int n, const int a, const auto q_lo) {
-        constexpr bool lo = decltype(q_lo)::value;
+    // acc += the product of slice i: keys at b_off in the ring, rows at a_off or of x in global memory
+    const auto multiply = [&](const int i, const uint32_t b_off, const uint32_t a_off, const auto x) {
+#pragma unroll
+        for (int kk = 0; kk < 2; ++kk) {
+            uint32_t B[4][4];
+#pragma unroll
+            for (int ni = 0; ni < 4; ++ni) {
+                fattn_back_ldmatrix(B[ni], ((b_src + b_off) ^ (kk * 32)) + ni * 16 * 64);
+            }
+#pragma unroll
+            for (int mi = 0; mi < nm; ++mi) {
+                uint32_t A[4];
+                if constexpr (std::is_pointer_v<decltype(x)>) {
+                    const half * src = x + (int64_t) (row0 + wr + mi * 16 + r) * p.Pk + i * slice + kk * 16 + c2;
+#pragma unroll
+                    for (int l = 0; l < 4; ++l) {
+                        A[l] = *(const uint32_t *) (src + l % 2 * 8 * p.Pk + l / 2 * 8);
+                    }
+                } else {
+                    fattn_back_ldmatrix(A, ((a_src + a_off) ^ (kk * 32)) + mi * 16 * 64);
+                }
+#pragma unroll
+                for (int ni = 0; ni < 8; ++ni) {
+                    fattn_back_mma(acc[mi][ni], A, B[ni / 2][ni % 2 * 2 + 0], B[ni / 2][ni % 2 * 2 + 1]);
+                }
+            }
+        }
+    };
+    // of the next n slices that are loaded; resident: rows from slice a on
+    const auto product = [&](const int n, const int a, const auto x) {
         for (int i = 0; i < n; ++i) {
             fattn_back_cp_async_wait<nst - 2>();
             fattn_back_scores_sync(group);
             load();
             const uint32_t b_off = stage * stage_sz;
-            const uint32_t a_off = resident ? (a + i) * operand : b_off;
-            stage                = stage + 1 == nst ? 0 : stage + 1;
+            multiply(i, b_off, resident ? (a + i) * operand : b_off, x);
+            stage = stage + 1 == nst ? 0 : stage + 1;
+        }
+    };
+    // of q_hi and k_lo of a key tile; nothing may be on its way to the ring
+    const auto product_k_lo = [&](const int kt) {
+#pragma unroll 1
+        for (int i = 0; i < nk; ++i) {
+#pragma unroll 1
+            for (int j = 0; j < nm; ++j) {
+                const int t   = fattn_back_rare(threadIdx.x); // what it takes is formed again, the accumulators leave few registers
+                const int row = t % FATTN_BACK_SCORES_GROUP / 4 + j * ld_rows;
+                float x[8];
+                half2 hi[4];
+                half2 lo[4];
+                fattn_back_prep_load(p, false, fattn_back_rare(lunit), kt * FATTN_BACK_MMA_KEYS + row, 4 * i + t % 4, x);
+                fattn_back_prep_split(x, hi, lo);
+                const uint32_t dst = fattn_back_rare(smem_base) + rows_sz + t / FATTN_BACK_SCORES_GROUP * nst * stage_sz + row * 64;
 #pragma unroll
-            for (int kk = 0; kk < 2; ++kk) {
-                uint32_t B[4][4];
-#pragma unroll
-                for (int ni = 0; ni < 4; ++ni) {
-                    fattn_back_ldmatrix(B[ni], ((b_src + b_off) ^ (kk * 32)) + ni * 16 * 64);
-                }
-#pragma unroll
-                for (int mi = 0; mi < nm; ++mi) {
-                    uint32_t A[4];
-                    if constexpr (resident && lo) {
-                        const half * src = p.q_lo + (int64_t) (row0 + wr + mi * 16 + r) * p.Pk + i * slice + kk * 16 + c2;
-#pragma unroll
-                        for (int l = 0; l < 4; ++l) {
-                            A[l] = *(const uint32_t *) (src + l % 2 * 8 * p.Pk + l / 2 * 8);
-                        }
-                    } else {
-                        fattn_back_ldmatrix(A, ((a_src + a_off) ^ (kk * 32)) + mi * 16 * 64);
-                    }
-#pragma unroll
-                    for (int ni = 0; ni < 8; ++ni) {
-                        fattn_back_mma(acc[mi][ni], A, B[ni / 2][ni % 2 * 2 + 0], B[ni / 2][ni % 2 * 2 + 1]);
-                    }
+                for (int c = 0; c < 2; ++c) {
+                    asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(dst + (((2 * c + t % 4 / 2) ^ (row / 2 % 4)) << 4) + t % 2 * 8),
+                        "r"(fattn_back_as_uint(lo[2 * c])), "r"(fattn_back_as_uint(lo[2 * c + 1])) : "memory");
                 }
             }
+            fattn_back_scores_sync(group);
+            if constexpr (resident) {
+                multiply(i, 0, i * operand, nullptr);
+            } else {
+                multiply(i, 0, 0, p.q_hi);
+            }
+            fattn_back_scores_sync(group);
         }
     };
 
     for (; todo != 0; todo &= todo - 1) {
-        const int kt       = kt0 + __ffs(todo) - 1;
+        const int kt       = kt_of(__ffs(todo) - 1);
         const uint32_t bit = todo & -todo;
 
         zero();
-        product(nk, 0, std::false_type());
+        product(nk, 0, nullptr);
         bool large = p.split_all;
         if (!p.split_all) {
 #pragma unroll
@@ -279,24 +307,30 @@ static __global__ void __launch_bounds__(FATTN_BACK_SCORES_THREADS, 1) flash_att
                 }
             }
             large = fattn_back_scores_sync_or(group, large);
-            if (large) {
-                // restart the loads behind q_hi k_hi of this tile
-                fattn_back_cp_async_wait<0>();
-                fattn_back_scores_sync(group);
-                ld_todo  = todo;
-                ld_split = true;
-                ld_part  = 1;
-                ld_stage = stage;
-                load_part();
-#pragma unroll 1
-                for (int i = 0; i < nst - 1; ++i) {
-                    load();
-                }
-            }
         }
         if (large) {
-            product(nk, 0, std::true_type());
-            product(nk, 0, std::false_type());
+            fattn_back_cp_async_wait<0>();
+            fattn_back_scores_sync(group);
+            if (!p.split_all) {
+                product_k_lo(kt);
+            }
+            // restart the loads behind q_hi k_hi of this tile
+            ld_todo  = todo;
+            ld_part  = 1;
+            ld_stage = stage;
+            load_part();
+#pragma unroll 1
+            for (int i = 0; i < nst - 1; ++i) {
+                load();
+            }
+            if constexpr (resident) {
+                product(nk, 0, p.q_lo);
+            } else {
+                product(nk, 0, nullptr);
+            }
+            if (p.split_all) {
+                product(nk, 0, nullptr);
+            }
         }
 
         // accumulators to E; dst: the warp's first 8x8 matrix, a lane's two keys
@@ -380,7 +414,7 @@ static __global__ void __launch_bounds__(FATTN_BACK_SCORES_THREADS, 1) flash_att
             }
         }
         zero();
-        product(nv, nk, std::false_type());
+        product(nv, nk, nullptr);
 
 #pragma unroll
         for (int mi = 0; mi < nm; ++mi) {
@@ -442,14 +476,17 @@ static __global__ void __launch_bounds__(FATTN_BACK_SCORES_THREADS, 1) flash_att
 #endif // AMPERE_MMA_AVAILABLE
 }
 
-#define FATTN_BACK_ROWS_THREADS 512
+// threads for nrows rows, few rows have many granules
+static constexpr __host__ __device__ int fattn_back_rows_threads(const int nrows) {
+    return nrows == 8 ? 1024 : 512;
+}
 
 // LSE and D of nrows rows from their granules, and for every granule the factors that turn E into an operand P.
-// Grid: blocks of nrows rows, units of the chunk. Block: a row's granules are dealt to 512/nrows threads, whose sums are
+// Grid: blocks of nrows rows, units of the chunk. Block: a row's granules are dealt to the threads, whose sums are
 // combined in a fixed order.
 template <int nrows, bool softcap>
-static __global__ void __launch_bounds__(FATTN_BACK_ROWS_THREADS, 1) flash_attn_back_row_stats(const fattn_back_mma_params p) {
-    constexpr int nparts  = FATTN_BACK_ROWS_THREADS / nrows;
+static __global__ void __launch_bounds__(fattn_back_rows_threads(nrows), 1) flash_attn_back_row_stats(const fattn_back_mma_params p) {
+    constexpr int nparts  = fattn_back_rows_threads(nrows) / nrows;
     constexpr int nsums   = softcap ? 4 : 2;
     constexpr float log2e = 1.4426950408889634f;
     constexpr float ln2   = 0.6931471805599453f;
@@ -464,7 +501,7 @@ static __global__ void __launch_bounds__(FATTN_BACK_ROWS_THREADS, 1) flash_attn_
     const int b        = p.cb0 + cb;
     const int h        = (unit % p.a.Hkv) * p.a.G + b % p.a.G;
     const int q        = (b / p.a.G) * FATTN_BACK_MMA_ROWS + crow % FATTN_BACK_MMA_ROWS;
-    const int64_t lrow = lunit * p.rows() + (int64_t) p.cb0 * FATTN_BACK_MMA_ROWS + crow;
+    const int64_t lrow = lunit * p.rows() + p.crow0() + crow;
 
     // the row's tiles, and those of the pair of blocks
     const fattn_back_mma_tile_row tiles(p, unit, b);
@@ -587,15 +624,27 @@ static __global__ void __launch_bounds__(FATTN_BACK_ROWS_THREADS, 1) flash_attn_
     const float f_v     = exp2f(p.exp_dO_min[lunit] - e_dO);
     const float f_u     = softcap ? 1.0f / (1 << FATTN_BACK_MMA_SHIFT_U) : 1.0f;
     const float f_k     = f_u * exp2f(p.exp_dO_min[lunit] - e_dO + p.exp_q_min[lunit] - e_q);
-#pragma unroll 4
-    for (int gr = part; gr < 2 * p.KT; gr += nparts) {
-        if (tiles.get(gr / 2) == FATTN_BACK_TILE_SKIP && tiles2.get(gr / 2) == FATTN_BACK_TILE_SKIP) {
-            continue;
+    for (int gr0 = part; gr0 < 2 * p.KT; gr0 += nu * nparts) {
+        bool on[nu];
+        float f[nu];
+#pragma unroll
+        for (int u = 0; u < nu; ++u) {
+            const int gr = gr0 + u * nparts;
+            on[u]        = gr < 2 * p.KT && (tiles.get(gr / 2) != FATTN_BACK_TILE_SKIP || tiles2.get(gr / 2) != FATTN_BACK_TILE_SKIP);
         }
-        const int64_t i = p.granule(cunit, gr) + crow;
-        const float f   = row_used ? fattn_back_exp2(p.gmax[i] - lse + (FATTN_BACK_MMA_SHIFT_P - FATTN_BACK_MMA_SHIFT_E)) : 0.0f;
-        p.fac_q[i]      = f * f_u;
-        p.fac_v[i]      = __float2half_rn(f * f_v);
-        p.fac_k[i]      = __float2half_rn(f * f_k);
+#pragma unroll
+        for (int u = 0; u < nu; ++u) {
+            f[u] = row_used && on[u] ? p.gmax[p.granule(cunit, gr0 + u * nparts) + crow] - lse : -INFINITY;
+        }
+#pragma unroll
+        for (int u = 0; u < nu; ++u) {
+            if (on[u]) {
+                const int64_t i = p.granule(cunit, gr0 + u * nparts) + crow;
+                const float x   = fattn_back_exp2(f[u] + (FATTN_BACK_MMA_SHIFT_P - FATTN_BACK_MMA_SHIFT_E));
+                p.fac_q[i]      = x * f_u;
+                p.fac_v[i]      = __float2half_rn(x * f_v);
+                p.fac_k[i]      = __float2half_rn(x * f_k);
+            }
+        }
     }
 }

@@ -5,7 +5,6 @@
 #include "fattn-back-mma-common.cuh"
 
 #define FATTN_BACK_PREP_THREADS 256
-#define FATTN_BACK_PREP_COLPART (3 * FATTN_BACK_MMA_MAX_D + 1)
 
 // State of a granule of keys, and which of them some row sees. Grid: granules, query blocks, mask heads * sequences; block: one thread a key.
 static __global__ void __launch_bounds__(FATTN_BACK_MMA_GRANULE) flash_attn_back_mask_tiles(const fattn_back_mma_params p) {
@@ -27,9 +26,11 @@ static __global__ void __launch_bounds__(FATTN_BACK_MMA_GRANULE) flash_attn_back
             read             = read || (x & 0x7FFF) != 0;
         }
     }
-    const int64_t tile                                  = ((int64_t) blockIdx.z * p.QB + qb) * gridDim.x + blockIdx.x;
-    p.seen[tile * FATTN_BACK_MMA_GRANULE + threadIdx.x] = seen;
-
+    const int64_t tile  = ((int64_t) blockIdx.z * p.QB + qb) * gridDim.x + blockIdx.x;
+    const uint32_t bits = __ballot_sync(0xFFFFFFFF, seen);
+    if (threadIdx.x % 32 == 0) {
+        p.seen[tile * (FATTN_BACK_MMA_GRANULE / 32) + threadIdx.x / 32] = bits;
+    }
     const bool any_seen = __syncthreads_or(seen);
     const bool any_read = __syncthreads_or(read);
     if (threadIdx.x == 0) {
@@ -40,112 +41,72 @@ static __global__ void __launch_bounds__(FATTN_BACK_MMA_GRANULE) flash_attn_back
 
 // Keys that some row of a KV head sees. Grid: key blocks, mask sequences and groups; one thread a key.
 static __global__ void __launch_bounds__(FATTN_BACK_PREP_THREADS) flash_attn_back_mask_used(const fattn_back_mma_params p) {
-    const int64_t key = (int64_t) blockIdx.x * FATTN_BACK_PREP_THREADS + threadIdx.x;
+    const int key = blockIdx.x * FATTN_BACK_PREP_THREADS + threadIdx.x;
     if (key >= p.keys()) {
         return;
     }
-    const int group = blockIdx.y;
-    const int seq   = group / p.a.mask_groups();
-    uint8_t used    = 0;
+    const int group     = blockIdx.y;
+    const int seq       = group / p.a.mask_groups();
+    const int64_t words = p.keys() / 32;
+    uint32_t used       = 0;
     for (int i = 0; i < p.a.group_nmasks(); ++i) {
-        const int64_t mask = (int64_t) seq * p.a.mask_nheads + p.a.group_mask(group, i);
+        const int64_t mask    = (int64_t) seq * p.a.mask_nheads + p.a.group_mask(group, i);
+        const uint32_t * seen = p.seen + mask * p.QB * words + key / 32;
         for (int qb = 0; qb < p.QB; ++qb) {
-            used |= p.seen[(mask * p.QB + qb) * p.keys() + key];
+            used |= seen[qb * words];
         }
     }
-    p.used[group * p.keys() + key] = used;
+    p.used[group * p.keys() + key] = used >> key % 32 & 1;
 }
 
 static __device__ __forceinline__ bool fattn_back_prep_used(const fattn_back_mma_params & p, const int unit, const int64_t key) {
     return key < p.a.M && (p.used == nullptr || p.used[p.a.mask_group(unit) * p.keys() + key] != 0);
 }
 
-// first of the components that the i-th thread of a row loads; component of its c-th value
-static __device__ __forceinline__ int fattn_back_prep_first(const int i) {
-    return (i / 4) * 32 + (i % 4) * 4;
-}
-static __device__ __forceinline__ int fattn_back_prep_component(const int i, const int c) {
-    return fattn_back_prep_first(i) + (c / 4) * 16 + c % 4;
-}
-
-// Sums, minima and maxima of K's (z = 0) or V's (z = 1) columns over a part of the used keys, in a fixed order.
-// Grid: parts, units, 2; every row of keys is loaded by 4*ceil(D/32) threads, 8 components each.
-static __global__ void __launch_bounds__(FATTN_BACK_PREP_THREADS) flash_attn_back_column_parts(const fattn_back_mma_params p) {
+// Sums, minima and maxima of K's (z = 0) or V's (z = 1) columns over a part of the used keys. Grid: parts, units, 2; every row of keys is
+// loaded by 4*ceil(D/32) threads, 8 components each.
+static __global__ void __launch_bounds__(FATTN_BACK_COLUMNS_THREADS) flash_attn_back_column_parts(const fattn_back_mma_params p) {
     const int lunit            = blockIdx.y;
     const int unit             = p.unit0 + lunit;
     const bool is_v            = blockIdx.z == 1;
     const int D                = is_v ? p.a.Dv : p.a.Dk;
     const int n                = 4 * ((D + 31) / 32);
-    const int nrows            = FATTN_BACK_PREP_THREADS / n;
-    const int i                = threadIdx.x % n;
+    const int nrows            = FATTN_BACK_COLUMNS_THREADS / n;
     const int row              = threadIdx.x / n;
     const fattn_back_src & src = is_v ? p.a.v : p.a.k;
+    const int key1             = (int64_t) p.a.M * (blockIdx.x + 1) / p.nparts;
 
-    const int key0 = (int64_t) p.a.M * blockIdx.x / p.nparts;
-    const int key1 = (int64_t) p.a.M * (blockIdx.x + 1) / p.nparts;
-
-    float sum[8] = { 0.0f };
-    float lo[8];
-    float hi[8];
+    float x[3][8];
     int count = 0;
 #pragma unroll
     for (int c = 0; c < 8; ++c) {
-        lo[c] = INFINITY;
-        hi[c] = -INFINITY;
+        x[0][c] = 0.0f;
+        x[1][c] = INFINITY;
+        x[2][c] = -INFINITY;
     }
-    if (row < nrows) {
-        constexpr int nu = 2; // keys in flight
-        for (int key = key0 + row; key < key1; key += nu * nrows) {
-            float x[nu][8];
+    constexpr int nu = 4; // keys in flight
+    for (int key = (int64_t) p.a.M * blockIdx.x / p.nparts + row; row < nrows && key < key1; key += nu * nrows) {
+        int64_t offset[nu];
+        float y[nu][8];
 #pragma unroll
-            for (int u = 0; u < nu; ++u) {
-                const int j = min(key + u * nrows, key1 - 1);
-                fattn_back_load8(src, src.offset(j, unit % p.a.Hkv, unit / p.a.Hkv), fattn_back_prep_first(i), D, x[u]);
-            }
+        for (int u = 0; u < nu; ++u) {
+            offset[u] = src.offset(min(key + u * nrows, key1 - 1), unit % p.a.Hkv, unit / p.a.Hkv);
+        }
+        fattn_back_load8(src, offset, fattn_back_load8_first(threadIdx.x % n), D, y);
 #pragma unroll
-            for (int u = 0; u < nu; ++u) {
-                if (key + u * nrows < key1 && fattn_back_prep_used(p, unit, key + u * nrows)) {
+        for (int u = 0; u < nu; ++u) {
+            if (key + u * nrows < key1 && fattn_back_prep_used(p, unit, key + u * nrows)) {
 #pragma unroll
-                    for (int c = 0; c < 8; ++c) {
-                        sum[c] += x[u][c];
-                        lo[c] = fminf(lo[c], x[u][c]);
-                        hi[c] = fmaxf(hi[c], x[u][c]);
-                    }
-                    count++;
+                for (int c = 0; c < 8; ++c) {
+                    x[0][c] += y[u][c];
+                    x[1][c] = fminf(x[1][c], y[u][c]);
+                    x[2][c] = fmaxf(x[2][c], y[u][c]);
                 }
+                count++;
             }
         }
     }
-
-    __shared__ float red[FATTN_BACK_PREP_THREADS][9];
-    float * dst = p.colparts + (((int64_t) lunit * 2 + blockIdx.z) * p.nparts + blockIdx.x) * FATTN_BACK_PREP_COLPART;
-#pragma unroll
-    for (int what = 0; what < 3; ++what) {
-        __syncthreads();
-#pragma unroll
-        for (int c = 0; c < 8; ++c) {
-            red[threadIdx.x][c] = what == 0 ? sum[c] : what == 1 ? lo[c]
-                                                                 : hi[c];
-        }
-        red[threadIdx.x][8] = count;
-        __syncthreads();
-        for (int j = threadIdx.x; j < 8 * n; j += FATTN_BACK_PREP_THREADS) {
-            float y = red[j / 8][j % 8];
-            for (int r = 1; r < nrows; ++r) {
-                const float z = red[r * n + j / 8][j % 8];
-                y             = what == 0 ? y + z : what == 1 ? fminf(y, z)
-                                                              : fmaxf(y, z);
-            }
-            dst[what * FATTN_BACK_MMA_MAX_D + fattn_back_prep_component(j / 8, j % 8)] = y;
-        }
-        if (what == 0 && threadIdx.x == 0) {
-            float y = 0.0f;
-            for (int r = 0; r < nrows; ++r) {
-                y += red[r * n][8];
-            }
-            dst[3 * FATTN_BACK_MMA_MAX_D] = y;
-        }
-    }
+    fattn_back_column_stats(x, count, n, p.colparts + (((int64_t) lunit * 2 + blockIdx.z) * p.nparts + blockIdx.x) * FATTN_BACK_COLUMNS_SIZE);
 }
 
 // power of two that brings x to [2^target, 2^(target + 1)); 127 for 0: such a row weighs nothing beside others
@@ -164,7 +125,7 @@ static __global__ void __launch_bounds__(FATTN_BACK_PREP_MEANS_GROUPS * FATTN_BA
     const int D           = is_v ? p.a.Dv : p.a.Dk;
     const int col         = threadIdx.x % FATTN_BACK_MMA_MAX_D;
     const int group       = threadIdx.x / FATTN_BACK_MMA_MAX_D;
-    const float * src     = p.colparts + ((int64_t) lunit * 2 + blockIdx.y) * p.nparts * FATTN_BACK_PREP_COLPART;
+    const float * src     = p.colparts + ((int64_t) lunit * 2 + blockIdx.y) * p.nparts * FATTN_BACK_COLUMNS_SIZE;
 
     float sum   = 0.0f;
     float count = 0.0f;
@@ -173,7 +134,7 @@ static __global__ void __launch_bounds__(FATTN_BACK_PREP_MEANS_GROUPS * FATTN_BA
     if (col < D) {
 #pragma unroll 8
         for (int i = group; i < p.nparts; i += ngroups) {
-            const float * part = src + (int64_t) i * FATTN_BACK_PREP_COLPART;
+            const float * part = src + (int64_t) i * FATTN_BACK_COLUMNS_SIZE;
             sum += part[col];
             lo = fminf(lo, part[1 * FATTN_BACK_MMA_MAX_D + col]);
             hi = fmaxf(hi, part[2 * FATTN_BACK_MMA_MAX_D + col]);
@@ -239,15 +200,39 @@ static __global__ void __launch_bounds__(FATTN_BACK_PREP_MEANS_GROUPS * FATTN_BA
     }
 }
 
-// K (z = 0) and V (z = 1), centred and scaled; keys that no row sees and padding are 0. Grid: blocks of threads, units, 2;
-// a thread converts 8 components.
-static __global__ void __launch_bounds__(FATTN_BACK_PREP_THREADS) flash_attn_back_convert_kv(const fattn_back_mma_params p) {
-    const int lunit            = blockIdx.y;
-    const int unit             = p.unit0 + lunit;
-    const bool is_v            = blockIdx.z == 1;
-    const int D                = is_v ? p.a.Dv : p.a.Dk;
-    const int P                = is_v ? p.Pv : p.Pk;
+// x = hi + lo
+static __device__ __forceinline__ void fattn_back_prep_split(const float (&x)[8], half2 (&hi)[4], half2 (&lo)[4]) {
+#pragma unroll
+    for (int c = 0; c < 4; ++c) {
+        hi[c] = __floats2half2_rn(x[2 * c + 0], x[2 * c + 1]);
+        lo[c] = __floats2half2_rn(x[2 * c + 0] - __low2float(hi[c]), x[2 * c + 1] - __high2float(hi[c]));
+    }
+}
+
+// The components of the i-th thread of a row of K or V, centred and scaled; keys that no row sees and padding are 0.
+static __device__ __forceinline__ void fattn_back_prep_load(
+    const fattn_back_mma_params & p, const bool is_v, const int lunit, const int key, const int i, float (&x)[8]) {
     const fattn_back_src & src = is_v ? p.a.v : p.a.k;
+    const int D                = is_v ? p.a.Dv : p.a.Dk;
+    const int unit             = p.unit0 + lunit;
+    const bool used            = fattn_back_prep_used(p, unit, key) && fattn_back_load8_first(i) < D;
+    if (used) {
+        fattn_back_load8(src, src.offset(key, unit % p.a.Hkv, unit / p.a.Hkv), fattn_back_load8_first(i), D, x);
+    }
+    const float scale  = exp2f((is_v ? p.exp_v : p.exp_k)[lunit]);
+    const float * mean = (is_v ? p.mean_v : p.mean_k) + lunit * FATTN_BACK_MMA_MAX_D;
+#pragma unroll
+    for (int c = 0; c < 8; ++c) {
+        const int col = fattn_back_load8_component(i, c);
+        x[c]          = used && col < D ? (x[c] - mean[col]) * scale : 0.0f;
+    }
+}
+
+// K (z = 0) and V (z = 1). Grid: blocks of threads, units, 2; a thread converts 8 components.
+static __global__ void __launch_bounds__(FATTN_BACK_PREP_THREADS) flash_attn_back_convert_kv(const fattn_back_mma_params p) {
+    const int lunit = blockIdx.y;
+    const bool is_v = blockIdx.z == 1;
+    const int P     = is_v ? p.Pv : p.Pk;
 
     const int64_t j   = (int64_t) blockIdx.x * FATTN_BACK_PREP_THREADS + threadIdx.x;
     const int64_t key = j / (P / 8);
@@ -255,30 +240,17 @@ static __global__ void __launch_bounds__(FATTN_BACK_PREP_THREADS) flash_attn_bac
     if (key >= p.keys()) {
         return;
     }
-    float x[8] = { 0.0f };
-    if (fattn_back_prep_used(p, unit, key) && fattn_back_prep_first(i) < D) {
-        fattn_back_load8(src, src.offset(key, unit % p.a.Hkv, unit / p.a.Hkv), fattn_back_prep_first(i), D, x);
-        const float scale  = exp2f((is_v ? p.exp_v : p.exp_k)[lunit]);
-        const float * mean = (is_v ? p.mean_v : p.mean_k) + lunit * FATTN_BACK_MMA_MAX_D;
-#pragma unroll
-        for (int c = 0; c < 8; ++c) {
-            const int col = fattn_back_prep_component(i, c);
-            x[c]          = col < D ? (x[c] - mean[col]) * scale : 0.0f;
-        }
-    }
+    float x[8];
+    fattn_back_prep_load(p, is_v, lunit, key, i, x);
     half2 hi[4];
     half2 lo[4];
-#pragma unroll
-    for (int c = 0; c < 4; ++c) {
-        hi[c] = __floats2half2_rn(x[2 * c + 0], x[2 * c + 1]);
-        lo[c] = __floats2half2_rn(x[2 * c + 0] - __low2float(hi[c]), x[2 * c + 1] - __high2float(hi[c]));
-    }
+    fattn_back_prep_split(x, hi, lo);
     const int64_t dst = (lunit * p.keys() + key) * P;
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
-        const int64_t k                        = dst + fattn_back_prep_component(i, 4 * c);
+        const int64_t k                        = dst + fattn_back_load8_component(i, 4 * c);
         *(uint2 *) ((is_v ? p.v : p.k_hi) + k) = *(const uint2 *) (hi + 2 * c);
-        if (!is_v) {
+        if (!is_v && p.k_lo != nullptr) {
             *(uint2 *) (p.k_lo + k) = *(const uint2 *) (lo + 2 * c);
         }
     }
@@ -304,7 +276,7 @@ static __global__ void __launch_bounds__(FATTN_BACK_PREP_THREADS) flash_attn_bac
     const int n   = fattn_back_prep_row_threads(P);
     const int col = threadIdx.x % n * 8;
     const int row = blockIdx.x * (FATTN_BACK_PREP_THREADS / n) + threadIdx.x / n;
-    const int b   = row / FATTN_BACK_MMA_ROWS;
+    const int b   = p.rb0 + row / FATTN_BACK_MMA_ROWS;
     const int q   = (b / p.a.G) * FATTN_BACK_MMA_ROWS + row % FATTN_BACK_MMA_ROWS;
 
     float x[8] = { 0.0f };
@@ -347,14 +319,13 @@ static __global__ void __launch_bounds__(FATTN_BACK_PREP_THREADS) flash_attn_bac
     const float f = exp2f(e);
 
     if (row < p.rows() && col < P) {
+#pragma unroll
+        for (int c = 0; c < 8; ++c) {
+            x[c] *= f;
+        }
         half2 hi[4];
         half2 lo[4];
-#pragma unroll
-        for (int c = 0; c < 4; ++c) {
-            const float2 y = make_float2(x[2 * c + 0] * f, x[2 * c + 1] * f);
-            hi[c]          = __floats2half2_rn(y.x, y.y);
-            lo[c]          = __floats2half2_rn(y.x - __low2float(hi[c]), y.y - __high2float(hi[c]));
-        }
+        fattn_back_prep_split(x, hi, lo);
         const int64_t dst                          = (lunit * p.rows() + row) * P + col;
         *(uint4 *) ((is_dO ? p.dO : p.q_hi) + dst) = *(const uint4 *) hi;
         if (!is_dO) {
