@@ -1,0 +1,123 @@
+"""The tensor-core paths plan within the workspace's limit: asked on the host, without a device."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from pyharness import errors, ptxas, tree
+
+MIB = 1 << 20
+
+
+class Node(NamedTuple):
+    """What a plan depends on; arch as in __CUDA_ARCH__."""
+
+    dk: int
+    dv: int
+    n: int
+    m: int
+    h: int
+    hkv: int
+    s: int = 1
+    mask_heads: int = 1  # 0: no mask
+    softcap: int = 0
+    sinks: int = 0
+    grads: int = 7  # dQ, dK, dV as bits
+    kv_first: int = 0
+    kv_count: int = 0
+    precise: int = 0
+    arch: int = 900
+    multiprocessors: int = 132
+    limit: int = 256 * MIB
+
+
+class Plan(NamedTuple):
+    """Bytes of the workspaces: mma's, that of its smallest chunk, and hopper's (0: refused, -1: not for this node)."""
+
+    mma: int
+    smallest: int
+    hopper: int
+
+
+TARGET = Node(256, 256, 2048, 75520, 24, 4, kv_count=75520)
+BARS = [
+    TARGET,
+    TARGET._replace(kv_first=73472, kv_count=2048),
+    Node(128, 128, 8192, 8192, 32, 8, kv_count=8192),
+    Node(64, 64, 4096, 4096, 32, 8, kv_count=4096),
+    Node(256, 256, 4096, 4096, 16, 8, kv_count=4096),
+    Node(128, 128, 64, 8192, 8, 2, kv_count=8192),
+]
+
+
+@pytest.fixture(scope="module")
+def plans(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Iterable[Node]], list[Plan]]:
+    try:
+        nvcc = ptxas.find_nvcc()
+    except errors.Environment as missing:
+        pytest.skip(str(missing))
+    src = tree.ggml_root(tree.ensure()) / "src"
+    program = tmp_path_factory.mktemp("workspace") / "workspace"
+    include = [f"-I{folder}" for folder in (src, src / "ggml-cuda", src.parent / "include")]
+    # for compute capability 7.5 the kernels are empty; with -O1 nothing of ggml that is not called has to be linked
+    flags = ["-O1", "-std=c++17", "-w", "-extended-lambda", "-arch=sm_75", *include]
+    subprocess.run([nvcc, *flags, Path(__file__).with_name("workspace.cu"), "-o", program], check=True)
+
+    def ask(nodes: Iterable[Node]) -> list[Plan]:
+        text = "\n".join(" ".join(map(str, node)) for node in nodes)
+        done = subprocess.run([program], input=text, capture_output=True, text=True, check=True)
+        return [Plan(*map(int, line.split())) for line in done.stdout.splitlines()]
+
+    return ask
+
+
+def random_node(rng: random.Random) -> Node:
+    dk, dv = rng.choice([(40, 40), (64, 64), (80, 80), (96, 96), (112, 112), (128, 128), (192, 128), (256, 256)])
+    hkv, m = rng.randint(1, 9), int(64 * 2 ** rng.uniform(0, 12))
+    first = rng.choice([0, rng.randrange(m)])
+    return Node(
+        dk,
+        dv,
+        int(64 * 2 ** rng.uniform(0, 8)),
+        m,
+        hkv * rng.randint(1, 8),
+        hkv,
+        rng.choice([1, 1, 3, 50]),
+        rng.choice([0, 1, hkv]),
+        *(rng.randint(0, 1) for _ in range(2)),
+        rng.randrange(8),
+        first,
+        rng.randint(1, m - first),
+        rng.randint(0, 1),
+        *rng.choice([(800, 108), (860, 28), (890, 128), (900, 132), (1200, 170)]),
+        rng.choice([16, 64, 256, 1024]) * MIB,
+    )
+
+
+def test_no_plan_is_above_the_limit(plans: Callable[[Iterable[Node]], list[Plan]]) -> None:
+    rng = random.Random(0)
+    nodes = [*BARS, *(random_node(rng) for _ in range(3000))]
+    got = plans(nodes)
+    assert len(got) == len(nodes)
+    above = [(n, p) for n, p in zip(nodes, got, strict=True) if max(p.mma, p.hopper) > n.limit]
+    assert not [(n, p) for n, p in above if p.mma > p.smallest or p.hopper > n.limit]
+
+
+def test_the_timed_shapes_use_the_limit_and_keep_it(plans: Callable[[Iterable[Node]], list[Plan]]) -> None:
+    for node, plan in zip(BARS, plans(BARS), strict=True):
+        assert plan.mma <= node.limit, node
+        assert 0 < plan.hopper <= node.limit, node
+
+
+def test_only_a_long_cache_of_one_head_takes_more(plans: Callable[[Iterable[Node]], list[Plan]]) -> None:
+    keys = [131072, 1048576]
+    short, long = plans(TARGET._replace(m=m, kv_count=m, n=512) for m in keys)
+    assert short.mma <= 256 * MIB < long.mma == long.smallest
+    assert long.smallest < 1.6 * 1024 * keys[1]  # fp16 K and V of the head, and the pairs of 128 rows
+    assert long.hopper == 0

@@ -1,0 +1,45 @@
+// Reads nodes, one a line, and prints the workspace that the tensor-core paths plan for each; no device is asked.
+// in: Dk Dv N M H Hkv S mask softcap sinks grads kv_first kv_count precise arch multiprocessors limit
+// out: mma's bytes, the bytes of its smallest chunk, hopper's bytes (0: refused, -1: not its head size)
+#include "ggml-cuda/common.cuh"
+#define __reduce_or_sync(mask, x) (x) // from compute capability 8.0 on
+#include "ggml-cuda/fattn-back-hopper-run.cuh"
+#include "ggml-cuda/fattn-back-mma-host.cuh"
+
+#include <cstdio>
+#include <cstdlib>
+
+void ggml_abort(const char *, int, const char *, ...) {
+    abort();
+}
+
+void ggml_cuda_error(const char *, const char *, const char *, int, const char *) {
+    abort();
+}
+
+int ggml_cuda_get_device() {
+    return 0;
+}
+
+int main() {
+    fattn_back_args a = {};
+    int mask, softcap, sinks, grads, precise, arch, nsm;
+    size_t limit;
+    static float some;
+    while (scanf("%d %d %d %d %d %d %d %d %d %d %d %d %d %d %d %d %zu", &a.Dk, &a.Dv, &a.N, &a.M, &a.H, &a.Hkv, &a.S, &mask, &softcap, &sinks, &grads,
+               &a.kv_first, &a.kv_count, &precise, &arch, &nsm, &limit) == 17) {
+        a.G             = a.H / a.Hkv;
+        a.mask          = mask > 0 ? (const char *) &some : nullptr;
+        a.mask_nheads   = mask;
+        a.mask_nseqs    = mask > 0;
+        a.logit_softcap = softcap;
+        a.sinks         = sinks ? &some : nullptr;
+        a.LSE = a.D       = &some;
+        a.dQ              = grads & 1 ? &some : nullptr;
+        a.dK              = grads & 2 ? &some : nullptr;
+        a.dV              = grads & 4 ? &some : nullptr;
+        const auto mma    = [&](const size_t n) { return fattn_back_mma_make_plan(a, precise, arch, nsm, n).nbytes; };
+        const bool hopper = a.Dk == a.Dv && (a.Dk == 64 || a.Dk == 128 || a.Dk == 256);
+        printf("%zu %zu %lld\n", mma(limit), mma(0), hopper ? (long long) fattn_back_hopper_make_plan(a, precise, limit, nsm).size : -1LL);
+    }
+}
