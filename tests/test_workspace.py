@@ -79,24 +79,27 @@ def plans(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Iterable[Node]]
 
 def random_node(rng: random.Random) -> Node:
     dk, dv = rng.choice([(40, 40), (64, 64), (80, 80), (96, 96), (112, 112), (128, 128), (192, 128), (256, 256)])
+    arch, multiprocessors = rng.choice([(800, 108), (860, 28), (890, 128), (900, 132), (1200, 170)])
     hkv, m = rng.randint(1, 9), int(64 * 2 ** rng.uniform(0, 12))
     first = rng.choice([0, rng.randrange(m)])
     return Node(
         dk,
         dv,
-        int(64 * 2 ** rng.uniform(0, 8)),
-        m,
-        hkv * rng.randint(1, 8),
-        hkv,
-        rng.choice([1, 1, 3, 50]),
-        rng.choice([0, 1, hkv]),
-        *(rng.randint(0, 1) for _ in range(2)),
-        rng.randrange(8),
-        first,
-        rng.randint(1, m - first),
-        rng.randint(0, 1),
-        *rng.choice([(800, 108), (860, 28), (890, 128), (900, 132), (1200, 170)]),
-        rng.choice([16, 64, 256, 1024]) * MIB,
+        n=int(64 * 2 ** rng.uniform(0, 8)),
+        m=m,
+        h=hkv * rng.randint(1, 8),
+        hkv=hkv,
+        s=rng.choice([1, 1, 3, 50]),
+        mask_heads=rng.choice([0, 1, hkv]),
+        softcap=rng.randint(0, 1),
+        sinks=rng.randint(0, 1),
+        grads=rng.randrange(8),
+        kv_first=first,
+        kv_count=rng.randint(1, m - first),
+        precise=rng.randint(0, 1),
+        arch=arch,
+        multiprocessors=multiprocessors,
+        limit=rng.choice([16, 64, 256, 1024]) * MIB,
     )
 
 
