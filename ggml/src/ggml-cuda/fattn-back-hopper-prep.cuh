@@ -4,8 +4,7 @@
 
 #include "fattn-back-hopper-kernels.cuh"
 
-#define FATTN_BACK_HOPPER_PREP_THREADS 256
-#define FATTN_BACK_HOPPER_COLPART      (3 * FATTN_BACK_HOPPER_MAX_D + 1)
+#define FATTN_BACK_HOPPER_PREP_THREADS FATTN_BACK_COLUMNS_THREADS
 #define FATTN_BACK_HOPPER_AMAX_K       8 // exponent of the largest |K - mean| as an operand
 #define FATTN_BACK_HOPPER_NORM_V       6 // exponent of the bound of a row of V - mean; a row of dO has a norm in [1, 2): |dP| <= 2^8
 
@@ -102,20 +101,12 @@ static __device__ __forceinline__ bool fattn_back_hopper_used(const fattn_back_h
 template <int D>
 static constexpr int fattn_back_hopper_loads = std::min(4, FATTN_BACK_HOPPER_ROWS * D / 8 / FATTN_BACK_HOPPER_PREP_THREADS);
 
-// A row is loaded by D/8 threads, thread i takes the components [c, c + 4) and [c + 16, c + 20), c = first(i)
-static __device__ __forceinline__ int fattn_back_hopper_first(const int i) {
-    return i / 4 * 32 + i % 4 * 4;
-}
-static __device__ __forceinline__ int fattn_back_hopper_component(const int i, const int j) {
-    return fattn_back_hopper_first(i) + j / 4 * 16 + j % 4;
-}
-
 // x as row r of a tile, split: and what rounding leaves as row r of the next tile
 template <int D, bool split>
 static __device__ __forceinline__ void fattn_back_hopper_store8(half * tile, const int r, const int i, const float (&x)[8]) {
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
-        const int c = fattn_back_hopper_component(i, 4 * j);
+        const int c = fattn_back_load8_component(i, 4 * j);
         char * dst  = (char *) tile + c / 64 * FATTN_BACK_HOPPER_PANEL + r * 128 + ((c % 64 / 8 ^ r % 8) * 16) + c % 8 * 2;
         half2 y[2];
         half2 z[2];
@@ -165,7 +156,7 @@ static __global__ void __launch_bounds__(FATTN_BACK_HOPPER_PREP_THREADS) flash_a
             used[j]     = k < key1 && fattn_back_hopper_used(p, unit, k);
             offset[j]   = src.offset(min(k, key1 - 1), unit % p.a.Hkv, unit / p.a.Hkv);
         }
-        fattn_back_load8(src, offset, fattn_back_hopper_first(i), D, y);
+        fattn_back_load8(src, offset, fattn_back_load8_first(i), D, y);
 #pragma unroll
         for (int j = 0; j < nloads; ++j) {
 #pragma unroll
@@ -178,35 +169,8 @@ static __global__ void __launch_bounds__(FATTN_BACK_HOPPER_PREP_THREADS) flash_a
         }
     }
 
-    __shared__ float red[FATTN_BACK_HOPPER_PREP_THREADS][9];
-    float * dst         = p.colparts + (((int64_t) blockIdx.y * 2 + blockIdx.z) * p.nparts + blockIdx.x) * FATTN_BACK_HOPPER_COLPART;
-    red[threadIdx.x][8] = count;
-#pragma unroll
-    for (int what = 0; what < 3; ++what) {
-        __syncthreads();
-#pragma unroll
-        for (int c = 0; c < 8; ++c) {
-            red[threadIdx.x][c] = x[what][c];
-        }
-        __syncthreads();
-        if (threadIdx.x < D) {
-            const int j = threadIdx.x;
-            float y     = red[j / 8][j % 8];
-            for (int r = 1; r < nrows; ++r) {
-                const float z = red[r * n + j / 8][j % 8];
-                y             = what == 0 ? y + z : what == 1 ? fminf(y, z)
-                                                              : fmaxf(y, z);
-            }
-            dst[what * FATTN_BACK_HOPPER_MAX_D + fattn_back_hopper_component(j / 8, j % 8)] = y;
-        }
-    }
-    if (threadIdx.x == 0) {
-        float y = 0.0f;
-        for (int r = 0; r < nrows; ++r) {
-            y += red[r * n][8];
-        }
-        dst[3 * FATTN_BACK_HOPPER_MAX_D] = y;
-    }
+    fattn_back_column_stats(
+        x, count, n, p.colparts + (((int64_t) blockIdx.y * 2 + blockIdx.z) * p.nparts + blockIdx.x) * FATTN_BACK_COLUMNS_SIZE);
 #else
     GGML_UNUSED_VARS(p);
     NO_DEVICE_CODE;
@@ -240,13 +204,13 @@ static __global__ void __launch_bounds__(4 * FATTN_BACK_HOPPER_MAX_D) flash_attn
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
     const int col     = threadIdx.x % FATTN_BACK_HOPPER_MAX_D;
     const bool is_v   = blockIdx.y == 1;
-    const float * src = p.colparts + ((int64_t) blockIdx.x * 2 + blockIdx.y) * p.nparts * FATTN_BACK_HOPPER_COLPART;
+    const float * src = p.colparts + ((int64_t) blockIdx.x * 2 + blockIdx.y) * p.nparts * FATTN_BACK_COLUMNS_SIZE;
     __shared__ float4 red[4][FATTN_BACK_HOPPER_MAX_D]; // sum, number, minimum, maximum
     float4 x = make_float4(0.0f, 0.0f, INFINITY, -INFINITY);
     if (col < D) {
 #pragma unroll 4
         for (int i = threadIdx.x / FATTN_BACK_HOPPER_MAX_D; i < p.nparts; i += 4) {
-            const float * part = src + (int64_t) i * FATTN_BACK_HOPPER_COLPART;
+            const float * part = src + (int64_t) i * FATTN_BACK_COLUMNS_SIZE;
             x.x += part[col];
             x.y += part[3 * FATTN_BACK_HOPPER_MAX_D];
             x.z = fminf(x.z, part[1 * FATTN_BACK_HOPPER_MAX_D + col]);
@@ -317,7 +281,7 @@ static __global__ void __launch_bounds__(FATTN_BACK_HOPPER_PREP_THREADS) flash_a
         float mean[8];
 #pragma unroll
         for (int c = 0; c < 8; ++c) {
-            const int64_t j = (int64_t) (p.unit0 + lunit) * FATTN_BACK_HOPPER_MAX_D + fattn_back_hopper_component(i, c);
+            const int64_t j = (int64_t) (p.unit0 + lunit) * FATTN_BACK_HOPPER_MAX_D + fattn_back_load8_component(i, c);
             mean[c]         = is_v ? p.mean_v[j] : p.mean_k[j];
         }
         constexpr int nrows  = FATTN_BACK_HOPPER_PREP_THREADS / n;
@@ -330,7 +294,7 @@ static __global__ void __launch_bounds__(FATTN_BACK_HOPPER_PREP_THREADS) flash_a
                 const int key = kt * FATTN_BACK_HOPPER_ROWS + r0 + j * nrows;
                 offset[j]     = src.offset(min(key, p.a.M - 1), unit % p.a.Hkv, unit / p.a.Hkv);
             }
-            fattn_back_load8(src, offset, fattn_back_hopper_first(i), D, x);
+            fattn_back_load8(src, offset, fattn_back_load8_first(i), D, x);
 #pragma unroll
             for (int j = 0; j < nloads; ++j) {
                 const int r     = r0 + j * nrows;
@@ -362,8 +326,8 @@ static __global__ void __launch_bounds__(FATTN_BACK_HOPPER_PREP_THREADS) flash_a
     float mean_v[8];
 #pragma unroll
     for (int c = 0; c < 8; ++c) {
-        mean_k[c] = p.mean_k[(int64_t) (p.unit0 + lunit) * FATTN_BACK_HOPPER_MAX_D + fattn_back_hopper_component(i, c)];
-        mean_v[c] = p.mean_v[(int64_t) (p.unit0 + lunit) * FATTN_BACK_HOPPER_MAX_D + fattn_back_hopper_component(i, c)];
+        mean_k[c] = p.mean_k[(int64_t) (p.unit0 + lunit) * FATTN_BACK_HOPPER_MAX_D + fattn_back_load8_component(i, c)];
+        mean_v[c] = p.mean_v[(int64_t) (p.unit0 + lunit) * FATTN_BACK_HOPPER_MAX_D + fattn_back_load8_component(i, c)];
     }
     float qmax = 0.0f;
     float omax = 0.0f;
@@ -373,8 +337,8 @@ static __global__ void __launch_bounds__(FATTN_BACK_HOPPER_PREP_THREADS) flash_a
         float x[8]  = { 0.0f };
         float y[8]  = { 0.0f };
         if (q < p.a.N) {
-            fattn_back_load8(p.a.q, p.a.q.offset(q, h, s), fattn_back_hopper_first(i), D, x);
-            fattn_back_load8(p.a.dO, p.a.dO.offset(q, h, s), fattn_back_hopper_first(i), D, y);
+            fattn_back_load8(p.a.q, p.a.q.offset(q, h, s), fattn_back_load8_first(i), D, x);
+            fattn_back_load8(p.a.dO, p.a.dO.offset(q, h, s), fattn_back_load8_first(i), D, y);
         }
         float amax = 0.0f;
         float qk   = 0.0f;
@@ -457,7 +421,7 @@ static __global__ void __launch_bounds__(FATTN_BACK_HOPPER_PREP_THREADS) flash_a
             const int q = t * FATTN_BACK_HOPPER_ROWS + r;
             float x[8]  = { 0.0f };
             if (q < p.a.N) {
-                fattn_back_load8(p.a.q, p.a.q.offset(q, h, s), fattn_back_hopper_first(i), D, x);
+                fattn_back_load8(p.a.q, p.a.q.offset(q, h, s), fattn_back_load8_first(i), D, x);
             }
 #pragma unroll
             for (int c = 0; c < 8; ++c) {

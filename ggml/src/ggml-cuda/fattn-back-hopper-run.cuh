@@ -46,7 +46,7 @@ static size_t fattn_back_hopper_layout(
     take(p.stat, heads * p.QT * FATTN_BACK_HOPPER_ROWS * 2);
     // from here on only for a while
     const size_t start = size;
-    take(p.colparts, (int64_t) units * 2 * p.nparts * FATTN_BACK_HOPPER_COLPART);
+    take(p.colparts, (int64_t) units * 2 * p.nparts * FATTN_BACK_COLUMNS_SIZE);
     const size_t end    = size;
     size                = start;
     p.kts               = kts;
