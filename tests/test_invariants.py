@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from attention import Operator, case, small
+from attention import NINF, Operator, attention, case, small
 
 from pyharness import ggml, inputs
 from pyharness.inputs import Inputs
@@ -183,3 +183,15 @@ def test_thirty_runs_give_the_same_bits(op: Operator) -> None:
             session.compute()
             digests.add(session.result().digest)
     assert len(digests) == 1
+
+
+@pytest.mark.parametrize("first", [0.0, 2.0, -3.0, -65504.0, NINF])
+@pytest.mark.parametrize("last", [0.0, 2.0, -3.0, -65504.0, NINF])
+def test_a_bias_counts_the_same_in_every_chunk_of_keys(first: float, last: float, op: Operator) -> None:
+    rng = np.random.default_rng(0)
+    keys, rows = 9400, 64  # more keys than the CPU keeps at once
+    q, k, v, d = (rng.standard_normal((1, 1, n, 64)) for n in (rows, keys, keys, rows))
+    mask = np.full((1, 1, rows, keys), first)
+    mask[..., 5000:] = last
+    mask[..., 1, :5000:7] = 1.0
+    op.agree(attention(q, k, v, d, mask, scale=0.125))
