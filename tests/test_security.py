@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 from pyharness.digest import ROOT
 
 SOURCES = sorted((ROOT / "pyharness").glob("*.py"))
+SCRIPTS = [*sorted((ROOT / "scripts").iterdir()), *sorted((ROOT / "pyharness").glob("*.sh")), ROOT / ".ci/run"]
 MODULES = {"pickle", "marshal", "shelve", "dill", "yaml", "xmlrpc", "code", "codeop"}
 CALLS = {"eval", "exec", "compile", "__import__", "os.system", "os.popen", "subprocess.getoutput", "tempfile.mktemp"}
 FLAGS = {"shell", "allow_pickle", "trust_remote_code"}
@@ -33,6 +35,11 @@ def found(path: Path) -> Iterator[str]:
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.name)
 def test_no_shell_and_no_code_in_data(path: Path) -> None:
     assert list(found(path)) == []
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
+def test_no_script_runs_a_string(path: Path) -> None:
+    assert not re.search(r"\beval\b|\b(ba|da)?sh -c\b", path.read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize(
