@@ -361,18 +361,24 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t * data, size_t size) {
         return block * in.ConsumeIntegralInRange<int64_t>(block == 1 ? 0 : 1, block == 1 ? 40 : 64 / std::min<int64_t>(block, 64));
     };
 
-    problem p = {};
-    p.Dk      = head_size(type_k);
-    p.Dv      = head_size(type_v);
-    p.N       = in.ConsumeIntegralInRange<int64_t>(0, in.ConsumeIntegralInRange<int>(0, 7) == 7 ? 140 : 12);
-    p.M       = in.ConsumeIntegralInRange<int64_t>(0, in.ConsumeIntegralInRange<int>(0, 7) == 7 ? 300 : 40);
-    p.Hkv     = in.ConsumeIntegralInRange<int64_t>(1, 3);
-    p.H       = p.Hkv * in.ConsumeIntegralInRange<int64_t>(0, 3);
-    p.S       = in.ConsumeIntegralInRange<int64_t>(0, 2);
-    if (in.ConsumeIntegralInRange<int>(0, 63) == 63) { // keys in more than one chunk
-        p.Dk = p.Dv = ggml_blck_size(type_k) * ggml_blck_size(type_v) == 1 ? 2 : 256;
+    problem p         = {};
+    p.Dk              = head_size(type_k);
+    p.Dv              = head_size(type_v);
+    p.N               = in.ConsumeIntegralInRange<int64_t>(0, in.ConsumeIntegralInRange<int>(0, 7) == 7 ? 140 : 12);
+    p.M               = in.ConsumeIntegralInRange<int64_t>(0, in.ConsumeIntegralInRange<int>(0, 7) == 7 ? 300 : 40);
+    p.Hkv             = in.ConsumeIntegralInRange<int64_t>(1, 3);
+    p.H               = p.Hkv * in.ConsumeIntegralInRange<int64_t>(0, 3);
+    p.S               = in.ConsumeIntegralInRange<int64_t>(0, 2);
+    const int large   = in.ConsumeIntegralInRange<int>(0, 63);
+    const bool blocks = ggml_blck_size(type_k) * ggml_blck_size(type_v) > 1;
+    if (large == 63) { // keys in more than one chunk
+        p.Dk = p.Dv = blocks ? 256 : 2;
         p.M         = in.ConsumeIntegralInRange<int64_t>(9000, 9400);
         p.N         = std::min<int64_t>(p.N, 1);
+    } else if (large == 62 && !blocks) { // rows in more than one block
+        p.Dk = p.Dv = 1;
+        p.M         = std::min<int64_t>(p.M, 8);
+        p.N         = in.ConsumeIntegralInRange<int64_t>(42000, 44000);
     }
     if (p.N * p.M * p.H * p.S * (p.Dk + p.Dv) > 4 << 20) {
         return -1;
