@@ -121,6 +121,13 @@ def test_a_receipt_names_no_file_outside_the_tree(path: str, member: str, tmp_pa
     assert f"receipt/{member}/0/path: " in found[0].text
 
 
+@pytest.mark.parametrize("member", ["inputs", "libraries"])
+def test_a_file_whose_name_the_system_does_not_take_is_not_here(member: str, tmp_path: Path) -> None:
+    path = damaged(tmp_path, lambda body: body[member][-1].update(path="a" * 300))
+    path.write_text(json.dumps(readers._sealed(json.loads(path.read_text()))))
+    assert any("not here" in f.text or "a" * 300 in f.text for f in verify.check(path))
+
+
 @pytest.mark.parametrize(
     ("edit", "place"),
     [
