@@ -38,11 +38,12 @@ class Node(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """Bytes of the workspaces: mma's, that of its smallest chunk, and hopper's (0: refused, -1: not for this node)."""
+    """Bytes of each path's workspace and of its smallest, below which hopper refuses a limit; 0: not for this node."""
 
     mma: int
-    smallest: int
+    mma_least: int
     hopper: int
+    hopper_least: int
 
 
 TARGET = Node(256, 256, 2048, 75520, 24, 4, kv_count=75520)
@@ -103,13 +104,28 @@ def random_node(rng: random.Random) -> Node:
     )
 
 
-def test_no_plan_is_above_the_limit(plans: Callable[[Iterable[Node]], list[Plan]]) -> None:
+def test_no_plan_is_above_the_limit_unless_the_path_cannot_do_with_less(
+    plans: Callable[[Iterable[Node]], list[Plan]],
+) -> None:
     rng = random.Random(0)
     nodes = [*BARS, *(random_node(rng) for _ in range(3000))]
     got = plans(nodes)
     assert len(got) == len(nodes)
-    above = [(n, p) for n, p in zip(nodes, got, strict=True) if max(p.mma, p.hopper) > n.limit]
-    assert not [(n, p) for n, p in above if p.mma > p.smallest or p.hopper > n.limit]
+    for node, plan in zip(nodes, got, strict=True):
+        assert plan.mma <= max(node.limit, plan.mma_least), node
+        assert plan.hopper <= max(node.limit, plan.hopper_least), node
+
+
+def test_hopper_runs_with_the_smallest_workspace_and_with_no_less(
+    plans: Callable[[Iterable[Node]], list[Plan]],
+) -> None:
+    rng = random.Random(1)
+    nodes = [*BARS, *(random_node(rng) for _ in range(3000))]
+    least = [(node, plan.hopper_least) for node, plan in zip(nodes, plans(nodes), strict=True) if plan.hopper_least > 0]
+    assert len(least) > 1000
+    for limits in ([n for _, n in least], [n - 1 for _, n in least], [0] * len(least)):
+        got = plans(node._replace(limit=limit) for (node, _), limit in zip(least, limits, strict=True))
+        assert [plan.hopper for plan in got] == [n for _, n in least]
 
 
 def test_the_timed_shapes_use_the_limit_and_keep_it(plans: Callable[[Iterable[Node]], list[Plan]]) -> None:
@@ -121,6 +137,6 @@ def test_the_timed_shapes_use_the_limit_and_keep_it(plans: Callable[[Iterable[No
 def test_only_a_long_cache_of_one_head_takes_more(plans: Callable[[Iterable[Node]], list[Plan]]) -> None:
     keys = [131072, 1048576]
     short, long = plans(TARGET._replace(m=m, kv_count=m, n=512) for m in keys)
-    assert short.mma <= 256 * MIB < long.mma == long.smallest
-    assert long.smallest < 1.6 * 1024 * keys[1]  # fp16 K and V of the head, and the pairs of 128 rows
-    assert long.hopper == 0
+    assert short.mma <= 256 * MIB < long.mma == long.mma_least
+    assert long.mma_least < 1.6 * 1024 * keys[1]  # fp16 K and V of the head, and the pairs of 128 rows
+    assert 256 * MIB < long.hopper == long.hopper_least

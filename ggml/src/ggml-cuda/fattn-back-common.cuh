@@ -170,6 +170,27 @@ static size_t fattn_back_workspace_limit() {
     return (size_t) (mib != nullptr ? strtoull(mib, nullptr, 10) : 256) << 20;
 }
 
+// largest n of [1, hi] that fits, 1 if none does
+template <typename F>
+static int fattn_back_most(int hi, const F & fits) {
+    int lo = 1;
+    while (lo < hi) {
+        const int n = lo + (hi - lo + 1) / 2;
+        if (fits(n)) {
+            lo = n;
+        } else {
+            hi = n - 1;
+        }
+    }
+    return lo;
+}
+
+// n divided as evenly as pieces of at most size allow: the largest piece
+static int fattn_back_even(const int n, const int size) {
+    const int npieces = (n + size - 1) / size;
+    return (n + npieces - 1) / npieces;
+}
+
 // types of K and V that fattn_back_load8 takes
 static bool fattn_back_type_supported(const ggml_type type) {
     switch (type) {

@@ -16,7 +16,7 @@ struct fattn_back_hopper_plan {
     int kts_stats;     // not split: key tiles that are in the workspace together, for LSE and D
     int kts_ds;        // with dS, 0: dS is not kept
     int units_ds;      // units whose dS is kept together
-    size_t size;         // of the workspace, 0: one unit does not fit
+    size_t size;         // of the workspace; above the limit where one unit with S split is
 };
 
 // places the arrays in the workspace, returns its size; base may be NULL. units_ds: whose keys are there with dS, 0: of all units without.
@@ -62,7 +62,7 @@ static size_t fattn_back_hopper_layout(
 // The passes of D = 256 over units and over ranges of keys that take the multiprocessors least time. Where many keys meet few queries, dS of
 // as many key tiles as there are multiprocessors fits the workspace, and dQ costs one product instead of three. Under a causal mask the
 // key tiles of a range have then much the same to do.
-static bool fattn_back_hopper_plan_ranges(fattn_back_hopper_plan & plan, const size_t limit, const int nsm) {
+static void fattn_back_hopper_plan_ranges(fattn_back_hopper_plan & plan, const size_t limit, const int nsm) {
     fattn_back_hopper_params & p = plan.p;
     const fattn_back_args & a    = p.a;
     const int total              = a.S * a.Hkv;
@@ -74,8 +74,10 @@ static bool fattn_back_hopper_plan_ranges(fattn_back_hopper_plan & plan, const s
     };
     int64_t best = INT64_MAX; // products of tiles that a multiprocessor forms
     int ranges   = 0;
-    for (int passes = 1; passes <= total && (ranges != 1 || (ds && plan.kts_ds == 0)); ++passes) {
-        const int units    = (total + passes - 1) / passes;
+    int units    = total + 1;
+    while (units > 1 && (ranges != 1 || (ds && plan.kts_ds == 0))) {
+        units              = fattn_back_even(total, units - 1);
+        const int passes   = (total + units - 1) / units;
         const size_t fixed = fattn_back_hopper_layout(p, nullptr, units, 0, false, 0);
         const size_t all   = fattn_back_hopper_layout(p, nullptr, units, p.KT, false, 0);
         if (fixed >= limit) {
@@ -95,8 +97,7 @@ static bool fattn_back_hopper_plan_ranges(fattn_back_hopper_plan & plan, const s
             const int k           = std::min(p.KT, nsm / n);
             const int64_t nranges = (int64_t) ((units + n - 1) / n) * ((p.KT + k - 1) / k);
             const int64_t cost    = nranges * (4 * a.G * p.QT + queries(n, FATTN_BACK_HOPPER_DQ_TILES) * (k + 8)); // 8: dQ is added
-            const size_t size_n   = fattn_back_hopper_layout(p, nullptr, units, k, false, n);
-            if (size_n <= limit && (kts_ds == 0 || cost < grads)) {
+            if ((kts_ds == 0 || cost < grads) && fattn_back_hopper_layout(p, nullptr, units, k, false, n) <= limit) {
                 grads    = cost;
                 kts_ds   = k;
                 units_ds = n;
@@ -115,38 +116,45 @@ static bool fattn_back_hopper_plan_ranges(fattn_back_hopper_plan & plan, const s
             plan.size      = size;
         }
     }
-    return best < INT64_MAX;
+}
+
+static fattn_back_hopper_params fattn_back_hopper_get_params(const fattn_back_args & args) {
+    fattn_back_hopper_params p = {};
+    p.a                        = args;
+    p.QT                       = (args.N + FATTN_BACK_HOPPER_ROWS - 1) / FATTN_BACK_HOPPER_ROWS;
+    p.KT                       = (args.M + FATTN_BACK_HOPPER_ROWS - 1) / FATTN_BACK_HOPPER_ROWS;
+    p.nparts                   = std::min(512, p.KT);
+    return p;
+}
+
+// bytes of the smallest workspace: one unit with S split
+static size_t fattn_back_hopper_least(const fattn_back_args & args) {
+    fattn_back_hopper_params p = fattn_back_hopper_get_params(args);
+    return fattn_back_hopper_layout(p, nullptr, 1, p.KT, true, 0);
 }
 
 static fattn_back_hopper_plan fattn_back_hopper_make_plan(
     const fattn_back_args & args, const bool always_split, const size_t limit, const int nsm) {
     fattn_back_hopper_plan plan  = {};
     fattn_back_hopper_params & p = plan.p;
-    p.a                          = args;
-    p.QT                         = (args.N + FATTN_BACK_HOPPER_ROWS - 1) / FATTN_BACK_HOPPER_ROWS;
-    p.KT                         = (args.M + FATTN_BACK_HOPPER_ROWS - 1) / FATTN_BACK_HOPPER_ROWS;
-    p.nparts                     = std::min(512, p.KT);
+    p                            = fattn_back_hopper_get_params(args);
     plan.always_split            = always_split;
-    const int total              = args.S * args.Hkv;
     plan.kts_stats               = p.KT;
-    const bool ranges            = args.Dk == FATTN_BACK_HOPPER_MAX_D && !always_split;
-    if (ranges && !fattn_back_hopper_plan_ranges(plan, limit, nsm)) {
-        return plan;
+    const int total              = args.S * args.Hkv;
+    const auto size              = [&](const int n, const bool split) { return fattn_back_hopper_layout(p, nullptr, n, p.KT, split, 0); };
+    const auto units             = [&](const bool split, const size_t room) {
+        return fattn_back_even(total, fattn_back_most(total, [&](const int n) { return size(n, split) <= room; }));
+    };
+    plan.units[1]           = units(true, limit);
+    const size_t size_split = size(plan.units[1], true);
+    const size_t room       = std::max(limit, size_split);
+    if (args.Dk == FATTN_BACK_HOPPER_MAX_D && !always_split) {
+        fattn_back_hopper_plan_ranges(plan, room, nsm);
+    } else {
+        plan.units[0] = units(false, room);
+        plan.size     = size(plan.units[0], false);
     }
-    for (int split = ranges ? 1 : 0; split < 2; ++split) {
-        int passes = 0;
-        size_t size;
-        do {
-            if (passes == total) {
-                plan.size = 0;
-                return plan;
-            }
-            passes++;
-            plan.units[split] = (total + passes - 1) / passes;
-            size              = fattn_back_hopper_layout(p, nullptr, plan.units[split], p.KT, split != 0, 0);
-        } while (size > limit);
-        plan.size = std::max(plan.size, size);
-    }
+    plan.size = std::max(plan.size, size_split);
     return plan;
 }
 

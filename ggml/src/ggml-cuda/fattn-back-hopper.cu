@@ -51,7 +51,7 @@ const char * ggml_cuda_flash_attn_back_hopper_refusal(const int device, const gg
         std::max(node.N, node.M) > max_grid * FATTN_BACK_HOPPER_ROWS) {
         return "more heads, masks, queries or keys than a grid holds";
     }
-    if (fattn_back_hopper_plan_of(device, dst, fattn_back_workspace_limit()).size == 0) {
+    if (fattn_back_hopper_least(fattn_back_get_args(dst)) > fattn_back_workspace_limit()) {
         return "the operands of one KV head do not fit the workspace";
     }
     // a block owns 128 queries of a head: other paths also divide the keys among blocks
@@ -62,8 +62,7 @@ const char * ggml_cuda_flash_attn_back_hopper_refusal(const int device, const gg
 }
 
 size_t ggml_cuda_flash_attn_back_hopper_workspace(const int device, const ggml_tensor * dst, const size_t limit) {
-    const size_t size = fattn_back_hopper_plan_of(device, dst, limit).size;
-    return size > 0 ? size : SIZE_MAX;
+    return fattn_back_hopper_plan_of(device, dst, limit).size;
 }
 
 void ggml_cuda_flash_attn_back_hopper(ggml_backend_cuda_context & ctx, ggml_tensor * dst, const size_t limit, char * workspace) {

@@ -162,27 +162,6 @@ static size_t fattn_back_mma_layout(fattn_back_mma_plan & plan, char * base) {
     return std::max(nbytes, end);
 }
 
-// largest n of [1, hi] that fits, 1 if none does
-template <typename F>
-static int fattn_back_mma_most(int hi, const F & fits) {
-    int lo = 1;
-    while (lo < hi) {
-        const int n = lo + (hi - lo + 1) / 2;
-        if (fits(n)) {
-            lo = n;
-        } else {
-            hi = n - 1;
-        }
-    }
-    return lo;
-}
-
-// n divided as evenly as pieces of at most size allow: the largest piece
-static int fattn_back_mma_even(const int n, const int size) {
-    const int npieces = (n + size - 1) / size;
-    return (n + npieces - 1) / npieces;
-}
-
 static fattn_back_mma_plan fattn_back_mma_make_plan(
     const fattn_back_args & args, const bool split_all, const int arch, const int nsm, const size_t workspace_limit) {
     fattn_back_mma_plan plan = {};
@@ -239,7 +218,7 @@ static fattn_back_mma_plan fattn_back_mma_make_plan(
         return plan.fused ? set_chunk(0, p.RB, 1) <= workspace_limit
                           : set_chunk(0, p.RB, 1) <= workspace_limit / 2 && set_chunk(1, 2, 1) <= workspace_limit;
     };
-    set_units(fattn_back_mma_even(units, fattn_back_mma_most(units, set_units)));
+    set_units(fattn_back_even(units, fattn_back_most(units, set_units)));
     if (plan.fused) {
         return plan;
     }
@@ -249,11 +228,11 @@ static fattn_back_mma_plan fattn_back_mma_make_plan(
     int cblocks     = p.RB;
     int cunits      = 1;
     if (fits(1, p.RB)) {
-        cunits = fattn_back_mma_most(plan.max_units, [&](const int n) { return fits(n, p.RB); });
+        cunits = fattn_back_most(plan.max_units, [&](const int n) { return fits(n, p.RB); });
     } else {
         const int fill = std::clamp(nslots / std::max(nkt * n_kv, 1), 1, plan.max_units);
-        cunits         = fattn_back_mma_most(fill, [&](const int n) { return fits(n, 2); });
-        cblocks        = 2 * fattn_back_mma_even(p.RB / 2, fattn_back_mma_most(p.RB / 2, [&](const int n) { return fits(cunits, 2 * n); }));
+        cunits         = fattn_back_most(fill, [&](const int n) { return fits(n, 2); });
+        cblocks        = 2 * fattn_back_even(p.RB / 2, fattn_back_most(p.RB / 2, [&](const int n) { return fits(cunits, 2 * n); }));
     }
     const bool even = p.KT >= 4 * p.QB; // queries see much the same number of keys, whatever the mask
     for (int quarters = even ? 4 : 8; quarters > 0 && set_chunk(cunits, cblocks, quarters) > workspace_limit; quarters /= 2) {
