@@ -9,6 +9,7 @@
 
 #include <climits>
 #include <cstdlib>
+#include <functional>
 #include <type_traits>
 
 // q, k, v, o or dO: where its rows (queries or keys) are, strides in bytes
@@ -163,6 +164,12 @@ static fattn_back_args fattn_back_get_args(const ggml_tensor * dst) {
     args.dSinks = part(GGML_FLASH_ATTN_BACK_DSINKS);
     return args;
 }
+
+// how a path runs a node, once
+struct fattn_back_plan {
+    size_t nbytes; // of the workspace
+    std::function<void(char * workspace, cudaStream_t stream)> run;
+};
 
 // bytes that a path may take from the pool for partial results
 static size_t fattn_back_workspace_limit() {

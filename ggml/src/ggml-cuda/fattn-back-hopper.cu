@@ -21,11 +21,6 @@ static bool fattn_back_hopper_built(const int device) {
     return built[device] == 2;
 }
 
-static fattn_back_hopper_plan fattn_back_hopper_plan_of(const int device, const ggml_tensor * dst, const size_t limit) {
-    return fattn_back_hopper_make_plan(fattn_back_get_args(dst), ggml_flash_attn_back_decode(dst).prec == GGML_PREC_F32, limit,
-        ggml_cuda_info().devices[device].nsm);
-}
-
 const char * ggml_cuda_flash_attn_back_hopper_refusal(const int device, const ggml_tensor * dst) {
     const ggml_flash_attn_back_node node = ggml_flash_attn_back_decode(dst);
     const auto & info                    = ggml_cuda_info().devices[device];
@@ -61,10 +56,8 @@ const char * ggml_cuda_flash_attn_back_hopper_refusal(const int device, const gg
     return nullptr;
 }
 
-size_t ggml_cuda_flash_attn_back_hopper_workspace(const int device, const ggml_tensor * dst, const size_t limit) {
-    return fattn_back_hopper_plan_of(device, dst, limit).size;
-}
-
-void ggml_cuda_flash_attn_back_hopper(ggml_backend_cuda_context & ctx, ggml_tensor * dst, const size_t limit, char * workspace) {
-    fattn_back_hopper_run(fattn_back_hopper_plan_of(ctx.device, dst, limit), workspace, ctx.stream());
+fattn_back_plan ggml_cuda_flash_attn_back_hopper_plan(const int device, const ggml_tensor * dst, const size_t limit) {
+    const fattn_back_hopper_plan plan = fattn_back_hopper_make_plan(
+        fattn_back_get_args(dst), ggml_flash_attn_back_decode(dst).prec == GGML_PREC_F32, limit, ggml_cuda_info().devices[device].nsm);
+    return { plan.size, [plan](char * workspace, cudaStream_t stream) { fattn_back_hopper_run(plan, workspace, stream); } };
 }

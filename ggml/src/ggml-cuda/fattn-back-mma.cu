@@ -36,17 +36,10 @@ const char * ggml_cuda_flash_attn_back_mma_refusal(const int device, const ggml_
     return nullptr;
 }
 
-static fattn_back_mma_plan fattn_back_mma_plan_of(const int device, const ggml_tensor * dst, const size_t limit) {
-    const auto & info = ggml_cuda_info().devices[device];
-    return fattn_back_mma_make_plan(
-        fattn_back_get_args(dst), ggml_flash_attn_back_decode(dst).prec == GGML_PREC_F32, ggml_cuda_highest_compiled_arch(info.cc), info.nsm, limit);
-}
-
-size_t ggml_cuda_flash_attn_back_mma_workspace(const int device, const ggml_tensor * dst, const size_t limit) {
-    return fattn_back_mma_plan_of(device, dst, limit).nbytes;
-}
-
-void ggml_cuda_flash_attn_back_mma(ggml_backend_cuda_context & ctx, ggml_tensor * dst, const size_t limit, char * workspace) {
-    fattn_back_mma_plan plan = fattn_back_mma_plan_of(ctx.device, dst, limit);
-    fattn_back_mma_run(plan, workspace, ctx.stream());
+fattn_back_plan ggml_cuda_flash_attn_back_mma_plan(const int device, const ggml_tensor * dst, const size_t limit) {
+    const auto & info        = ggml_cuda_info().devices[device];
+    const bool split_all     = ggml_flash_attn_back_decode(dst).prec == GGML_PREC_F32;
+    fattn_back_mma_plan plan = fattn_back_mma_make_plan(
+        fattn_back_get_args(dst), split_all, ggml_cuda_highest_compiled_arch(info.cc), info.nsm, limit);
+    return { plan.nbytes, [plan](char * workspace, cudaStream_t stream) mutable { fattn_back_mma_run(plan, workspace, stream); } };
 }

@@ -633,45 +633,54 @@ static void fattn_back_rows_launch(
 
 // a pass over all rows: its grid and its place among the partial results
 struct fattn_back_rows_pass {
+    float * dst; // NULL: not wanted
     fattn_back_rows_grid grid;
     int64_t nelements; // of the result of a split, floats
     size_t nbytes;     // of all splits' results, 0: there is one split, which writes the result itself
 };
 
-template <fattn_back_rows_out out>
-static fattn_back_rows_pass fattn_back_rows_get_pass(const fattn_back_args & args, const int device, const size_t limit) {
+struct fattn_back_rows_plan {
+    fattn_back_args args;
+    fattn_back_rows_pass pass[FATTN_BACK_ROWS_DV + 1];
+    size_t ref_bytes; // every row's LSE in two parts comes first in the workspace
+};
+
+static fattn_back_rows_pass fattn_back_rows_get_pass(
+    const fattn_back_args & args, const fattn_back_rows_out out, float * dst, const int nsm, const size_t limit) {
+    fattn_back_rows_pass pass = {};
+    if (dst == nullptr) {
+        return pass;
+    }
     const int64_t nqueries = (int64_t) args.N * args.G;
     const int64_t nheads   = (int64_t) args.S * args.Hkv;
     const bool by_queries  = out == FATTN_BACK_ROWS_STATS || out == FATTN_BACK_ROWS_DQ;
     const int width        = out == FATTN_BACK_ROWS_STATS ? 4 : (out == FATTN_BACK_ROWS_DV ? args.Dv : args.Dk);
-    fattn_back_rows_pass pass;
-    pass.nelements = nheads * (by_queries ? nqueries : args.kv_count) * width;
-    pass.grid      = fattn_back_rows_get_grid(
-        ggml_cuda_info().devices[device].nsm, nheads, by_queries ? nqueries : args.kv_count, by_queries ? args.M : nqueries,
-        pass.nelements * sizeof(float), limit);
+    pass.dst               = dst;
+    pass.nelements         = nheads * (by_queries ? nqueries : args.kv_count) * width;
+    pass.grid              = fattn_back_rows_get_grid(
+        nsm, nheads, by_queries ? nqueries : args.kv_count, by_queries ? args.M : nqueries, pass.nelements * sizeof(float), limit);
     pass.nbytes = pass.grid.nsplits > 1 || out == FATTN_BACK_ROWS_STATS ? pass.grid.nsplits * pass.nelements * sizeof(float) : 0;
     return pass;
 }
 
 // one gradient, by the rows that own it
 template <fattn_back_rows_out out>
-static void fattn_back_rows_gradient(
-    const fattn_back_args & args, const int device, const size_t limit, const float2 * ref, float * partial, float * dst, cudaStream_t stream) {
-    if (dst == nullptr) {
+static void fattn_back_rows_gradient(const fattn_back_rows_plan & plan, const float2 * ref, float * partial, cudaStream_t stream) {
+    const fattn_back_rows_pass & pass = plan.pass[out];
+    if (pass.dst == nullptr) {
         return;
     }
-    const fattn_back_rows_pass pass = fattn_back_rows_get_pass<out>(args, device, limit);
     if (pass.nbytes == 0) {
-        fattn_back_rows_launch<out>(args, pass.grid, ref, nullptr, dst, 0, stream);
+        fattn_back_rows_launch<out>(plan.args, pass.grid, ref, nullptr, pass.dst, 0, stream);
         return;
     }
-    fattn_back_rows_launch<out>(args, pass.grid, ref, nullptr, partial, pass.nelements, stream);
+    fattn_back_rows_launch<out>(plan.args, pass.grid, ref, nullptr, partial, pass.nelements, stream);
 
     const int64_t n = pass.nelements / 4;
     ggml_cuda_kernel_launch(flash_attn_back_rows_combine,
         ggml_cuda_kernel_launch_params(
             dim3((n + fattn_back_rows_nthreads - 1) / fattn_back_rows_nthreads, 1, 1), dim3(fattn_back_rows_nthreads, 1, 1), 0, stream),
-        (const float4 *) partial, (float4 *) dst, n, pass.grid.nsplits);
+        (const float4 *) partial, (float4 *) pass.dst, n, pass.grid.nsplits);
 }
 
 const char * ggml_cuda_flash_attn_back_rows_refusal(const int device, const ggml_tensor * dst) {
@@ -698,51 +707,48 @@ const char * ggml_cuda_flash_attn_back_rows_refusal(const int device, const ggml
     return nullptr;
 }
 
-// every row's LSE in two parts comes first in the workspace
-static size_t fattn_back_rows_ref_bytes(const fattn_back_args & args) {
-    return GGML_PAD((size_t) args.S * args.H * args.N * sizeof(float2), 256);
-}
-
-size_t ggml_cuda_flash_attn_back_rows_workspace(const int device, const ggml_tensor * dst, const size_t limit) {
-    const fattn_back_args args = fattn_back_get_args(dst);
-    size_t partial             = fattn_back_rows_get_pass<FATTN_BACK_ROWS_STATS>(args, device, limit).nbytes;
-    if (args.dQ != nullptr) {
-        partial = std::max(partial, fattn_back_rows_get_pass<FATTN_BACK_ROWS_DQ>(args, device, limit).nbytes);
-    }
-    if (args.dK != nullptr) {
-        partial = std::max(partial, fattn_back_rows_get_pass<FATTN_BACK_ROWS_DK>(args, device, limit).nbytes);
-    }
-    if (args.dV != nullptr) {
-        partial = std::max(partial, fattn_back_rows_get_pass<FATTN_BACK_ROWS_DV>(args, device, limit).nbytes);
-    }
-    return fattn_back_rows_ref_bytes(args) + partial;
-}
-
-void ggml_cuda_flash_attn_back_rows(ggml_backend_cuda_context & ctx, ggml_tensor * dst, const size_t limit, char * workspace) {
-    const fattn_back_args args = fattn_back_get_args(dst);
-    const int64_t nrows        = (int64_t) args.S * args.H * args.N;
-    cudaStream_t stream        = ctx.stream();
-    float2 * ref               = (float2 *) workspace;
-    float * partial            = (float *) (workspace + fattn_back_rows_ref_bytes(args));
+static void fattn_back_rows_run(const fattn_back_rows_plan & plan, char * workspace, cudaStream_t stream) {
+    const fattn_back_args & args = plan.args;
+    const int64_t nrows          = (int64_t) args.S * args.H * args.N;
+    float2 * ref                 = (float2 *) workspace;
+    float * partial              = (float *) (workspace + plan.ref_bytes);
 
     // nothing to do without queries, but K and V still get their zeros
     if (nrows > 0) {
-        const fattn_back_rows_pass pass = fattn_back_rows_get_pass<FATTN_BACK_ROWS_STATS>(args, ctx.device, limit);
-        fattn_back_rows_launch<FATTN_BACK_ROWS_STATS>(args, pass.grid, nullptr, (float4 *) partial, nullptr, nrows, stream);
+        const fattn_back_rows_grid & grid = plan.pass[FATTN_BACK_ROWS_STATS].grid;
+        fattn_back_rows_launch<FATTN_BACK_ROWS_STATS>(args, grid, nullptr, (float4 *) partial, nullptr, nrows, stream);
         ggml_cuda_kernel_launch(flash_attn_back_rows_combine_stats,
             ggml_cuda_kernel_launch_params(
                 dim3((nrows * WARP_SIZE + fattn_back_rows_nthreads - 1) / fattn_back_rows_nthreads, 1, 1),
                 dim3(fattn_back_rows_nthreads, 1, 1), 0, stream),
-            args, pass.grid.nsplits, (const float4 *) partial, ref);
+            args, grid.nsplits, (const float4 *) partial, ref);
     }
 
-    fattn_back_rows_gradient<FATTN_BACK_ROWS_DQ>(args, ctx.device, limit, ref, partial, args.dQ, stream);
-    fattn_back_rows_gradient<FATTN_BACK_ROWS_DK>(args, ctx.device, limit, ref, partial, args.dK, stream);
-    fattn_back_rows_gradient<FATTN_BACK_ROWS_DV>(args, ctx.device, limit, ref, partial, args.dV, stream);
+    fattn_back_rows_gradient<FATTN_BACK_ROWS_DQ>(plan, ref, partial, stream);
+    fattn_back_rows_gradient<FATTN_BACK_ROWS_DK>(plan, ref, partial, stream);
+    fattn_back_rows_gradient<FATTN_BACK_ROWS_DV>(plan, ref, partial, stream);
 
     if (args.dSinks != nullptr) {
         ggml_cuda_kernel_launch(flash_attn_back_rows_sinks,
             ggml_cuda_kernel_launch_params(dim3(args.H, 1, 1), dim3(fattn_back_rows_nthreads, 1, 1), 0, stream),
             args, (const float2 *) ref);
     }
+}
+
+fattn_back_plan ggml_cuda_flash_attn_back_rows_plan(const int device, const ggml_tensor * dst, const size_t limit) {
+    const fattn_back_args args = fattn_back_get_args(dst);
+    const auto pass            = [&](const fattn_back_rows_out out, float * part) {
+        return fattn_back_rows_get_pass(args, out, part, ggml_cuda_info().devices[device].nsm, limit);
+    };
+    const fattn_back_rows_plan plan = {
+        args,
+        { pass(FATTN_BACK_ROWS_STATS, args.LSE), pass(FATTN_BACK_ROWS_DQ, args.dQ), pass(FATTN_BACK_ROWS_DK, args.dK),
+            pass(FATTN_BACK_ROWS_DV, args.dV) },
+        GGML_PAD((size_t) args.S * args.H * args.N * sizeof(float2), 256),
+    };
+    size_t partial = 0;
+    for (const fattn_back_rows_pass & p : plan.pass) {
+        partial = std::max(partial, p.nbytes);
+    }
+    return { plan.ref_bytes + partial, [plan](char * workspace, cudaStream_t stream) { fattn_back_rows_run(plan, workspace, stream); } };
 }

@@ -15,15 +15,14 @@
 struct fattn_back_path {
     const char * name;
     const char * (*refusal)(int device, const ggml_tensor * dst); // NULL: takes the node
-    size_t (*workspace)(int device, const ggml_tensor * dst, size_t limit);
-    void (*run)(ggml_backend_cuda_context & ctx, ggml_tensor * dst, size_t limit, char * workspace);
+    fattn_back_plan (*plan)(int device, const ggml_tensor * dst, size_t limit);
 };
 
 // in order of preference; the last one takes whatever the operator does, so that its refusal is the operator's
 static constexpr fattn_back_path fattn_back_paths[] = {
-    { "hopper", ggml_cuda_flash_attn_back_hopper_refusal, ggml_cuda_flash_attn_back_hopper_workspace, ggml_cuda_flash_attn_back_hopper },
-    { "mma", ggml_cuda_flash_attn_back_mma_refusal, ggml_cuda_flash_attn_back_mma_workspace, ggml_cuda_flash_attn_back_mma },
-    { "rows", ggml_cuda_flash_attn_back_rows_refusal, ggml_cuda_flash_attn_back_rows_workspace, ggml_cuda_flash_attn_back_rows },
+    { "hopper", ggml_cuda_flash_attn_back_hopper_refusal, ggml_cuda_flash_attn_back_hopper_plan },
+    { "mma", ggml_cuda_flash_attn_back_mma_refusal, ggml_cuda_flash_attn_back_mma_plan },
+    { "rows", ggml_cuda_flash_attn_back_rows_refusal, ggml_cuda_flash_attn_back_rows_plan },
 };
 
 // the first path from begin on that takes the node; NULL if none does, then reason says why
@@ -68,15 +67,15 @@ static thread_local bool fattn_back_out_of_memory = false;
 static constexpr size_t FATTN_BACK_SLACK     = 16 << 20;
 static constexpr size_t FATTN_BACK_MIN_LIMIT = 1 << 20;
 
-// path, limit and bytes of a run whose workspace fits room; false if there is none
+// the first plan of path or of those after it whose workspace fits room; false if there is none
 static bool fattn_back_fit(
-    const int device, const ggml_tensor * dst, const size_t room, const fattn_back_path *& path, size_t & limit, size_t & size) {
+    const int device, const ggml_tensor * dst, const size_t room, const fattn_back_path * path, fattn_back_plan & plan) {
     const char * reason;
     for (; path != nullptr; path = fattn_back_choose(device, dst, &reason, path + 1)) {
-        limit = fattn_back_workspace_limit();
+        size_t limit = fattn_back_workspace_limit();
         do {
-            size = path->workspace(device, dst, limit);
-            if (size <= room) {
+            plan = path->plan(device, dst, limit);
+            if (plan.nbytes <= room) {
                 return true;
             }
             limit /= 2;
@@ -91,26 +90,25 @@ void ggml_cuda_flash_attn_back(ggml_backend_cuda_context & ctx, ggml_tensor * ds
     if (path == nullptr) {
         GGML_ABORT("FLASH_ATTN_BACK: %s", reason);
     }
-    size_t limit = fattn_back_workspace_limit();
-    size_t size  = path->workspace(ctx.device, dst, limit);
+    fattn_back_plan plan = path->plan(ctx.device, dst, fattn_back_workspace_limit());
     {
         std::lock_guard<std::mutex> lock(fattn_back_held_mutex);
         size_t & held = fattn_back_held[&ctx][&ctx.pool()];
-        if (size > held) {
+        if (plan.nbytes > held) {
             size_t free;
             size_t total;
             CUDA_CHECK(cudaMemGetInfo(&free, &total));
             const size_t room = held + (free - std::min(free, FATTN_BACK_SLACK)) / 21 * 20; // the pool may take a twentieth more
-            if (size > room && !fattn_back_fit(ctx.device, dst, room, path, limit, size)) {
+            if (plan.nbytes > room && !fattn_back_fit(ctx.device, dst, room, path, plan)) {
                 GGML_LOG_ERROR("FLASH_ATTN_BACK: device %d has %.1f MiB free, too little for any path\n", ctx.device, free / 1048576.0);
                 fattn_back_out_of_memory = true;
                 return;
             }
-            held = std::max(held, size);
+            held = std::max(held, plan.nbytes);
         }
     }
-    ggml_cuda_pool_alloc<char> workspace(ctx.pool(), std::max<size_t>(size, 1));
-    path->run(ctx, dst, limit, workspace.get());
+    ggml_cuda_pool_alloc<char> workspace(ctx.pool(), std::max<size_t>(plan.nbytes, 1));
+    plan.run(workspace.get(), ctx.stream());
 }
 
 bool ggml_cuda_flash_attn_back_failed() {
