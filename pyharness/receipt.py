@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import statistics
 import subprocess
 import sys
 from collections.abc import Iterable, Sequence
@@ -266,6 +267,8 @@ def markdown(documents: Sequence[Document]) -> str:
         sections.append(performance_table(timed))
     for document in documents:
         if "train" in document["predicate"]["receipt"]:
+            sections.append(training(document["predicate"]["receipt"]["train"]))
+            sections.append(runs_table(document["predicate"]["receipt"]["train"]))
             sections.append(checks_table(document["predicate"]["receipt"]["train"]))
     for document in documents:
         body = document["predicate"]["receipt"]
@@ -296,6 +299,47 @@ def correctness_table(documents: Sequence[Document]) -> str:
     """The worst error of each part on each device."""
     rows = (row for document in documents for row in _correctness(document))
     return _table(("device", "part", "cases", "passed", "worst NMSE", "limit", "case of the worst"), rows)
+
+
+def training(train: dict[str, Any]) -> str:
+    """What was trained, on which text, with which schedule."""
+    shape = ", ".join(f"{name} {size}" for name, size in train["shape"].items() if name != "name")
+    plan = train.get("schedule")
+    schedule = (
+        f"{plan['steps']} steps of AdamW over {plan['tokens']} tokens in windows of {plan['ctx']}, "
+        f"learning rate {plan['lr']}" + (f" after {plan['warmup']} steps of warm-up" if plan["warmup"] else "")
+        if plan
+        else "schedule not recorded"
+    )
+    return (
+        f"training, {train['shape']['name']} on {train['device']}: {shape}; {schedule}; "
+        f"text `{train['text_sha256'][:12]}`, model `{train['model_sha256'][:12]}`"
+    )
+
+
+def runs_table(train: dict[str, Any]) -> str:
+    """The runs of a training: losses, how far they part from those without flash attention, time and memory."""
+    from .train import apart, severity
+
+    losses = {name: [float(loss) for loss in run["losses"]] for name, run in train["runs"].items()}
+
+    def row(name: str, label: str) -> Sequence[str]:
+        run, found = train["runs"][name], losses[name]
+        difference = apart(losses["off"], found)
+        step = max(range(len(found)), key=lambda i: severity(difference[i]))
+        compute = run["memory_bytes"].get("compute")
+        return (
+            label,
+            f"{found[0]:.6g}",
+            f"{found[-1]:.6g}",
+            "" if name == "off" else f"{difference[step]:.2g} in step {step + 1}",
+            f"{statistics.median(run['steps_ns']) / 1e6:.4g}",
+            "" if compute is None else f"{compute / 2**20:.1f}",
+        )
+
+    labels = {"off": "off", "on": "on", "control": f"off, weights {train.get('noise', '?')} apart"}
+    head = ("flash attention", "first loss", "last loss", "furthest from off", "step, ms", "compute buffers, MiB")
+    return _table(head, (row(name, label) for name, label in labels.items() if name in losses))
 
 
 def checks_table(train: dict[str, Any]) -> str:
@@ -432,6 +476,11 @@ def differences(old: Document, new: Document) -> Iterable[str]:
                 f"{p} {then[name]['parts'][p]['nmse']} -> {now[name]['parts'].get(p, {}).get('nmse')}" for p in parts
             )
             yield f"result   {name}: other bits{', NMSE ' + moved if moved else ''}"
+    if "train" in a and "train" in b:
+        then, now = _trained(a["train"]), _trained(b["train"])
+        for name in sorted(then.keys() | now.keys()):
+            if then.get(name) != now.get(name):
+                yield f"train    {name}: {then.get(name)} -> {now.get(name)}"
     if a["perf"] and b["perf"]:
         from . import perf
 
@@ -439,6 +488,15 @@ def differences(old: Document, new: Document) -> Iterable[str]:
             if found["verdict"] != "undecided":
                 what = f"{found['case']} on {found['device']}, {found['who']}, {found['l2']} L2"
                 yield f"time     {what}: {found['verdict']} ({float(found['ratio']):.3f}x)"
+
+
+def _trained(train: dict[str, Any]) -> dict[str, Any]:
+    """What was trained and how it went, by name."""
+    plan = {"device": train["device"], "noise": train.get("noise"), **train.get("schedule", {})}
+    files = {name: train[f"{name}_sha256"][:12] for name in ("text", "model")}
+    shape = {f"shape {name}": value for name, value in train["shape"].items()}
+    last = {f"last loss {name}": run["losses"][-1] for name, run in train["runs"].items()}
+    return plan | files | shape | last | {check["name"]: check["found"] for check in train["checks"]}
 
 
 def _items(value: Any) -> Iterable[tuple[str, Any]]:

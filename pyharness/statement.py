@@ -439,7 +439,18 @@ def schema_errors(document: Any) -> list[str]:
     """What breaks the schema, each with where it stands; empty = valid."""
     found = sorted(_validator().iter_errors(document), key=lambda e: list(map(str, e.absolute_path)))
     texts = [f"{'/'.join(map(str, e.absolute_path)) or 'document'}: {e.message[:300]}" for e in found]
-    return texts or list(_contradictions(document["predicate"]["receipt"]["perf"]))
+    if texts:
+        return texts
+    body = document["predicate"]["receipt"]
+    return [*_contradictions(body["perf"]), *(_uneven(body["train"]) if "train" in body else ())]
+
+
+def _uneven(train: dict[str, Any]) -> Iterable[str]:
+    """Runs of a training that have not the same steps."""
+    steps = train.get("schedule", {}).get("steps", len(train["runs"]["off"]["losses"]))
+    for name, run in train["runs"].items():
+        if not len(run["losses"]) == len(run["steps_ns"]) == steps:
+            yield f"predicate/receipt/train/runs/{name}: not {steps} steps"
 
 
 def _contradictions(perf: dict[str, Any] | None) -> Iterable[str]:

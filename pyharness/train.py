@@ -11,12 +11,14 @@ import dataclasses
 import hashlib
 import json
 import os
+import re
 import shlex
 import shutil
 import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -111,6 +113,10 @@ def search(libs: Path) -> dict[str, str]:
     return {"LD_LIBRARY_PATH": os.pathsep.join(filter(None, (str(libs), os.environ.get("LD_LIBRARY_PATH"))))}
 
 
+JSON = {"nan": "NaN", "-nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
+"""What printf writes for numbers that are not finite, as json reads them."""
+
+
 def execute(
     program: Path, model: Path, text: Path, seconds: float | None = None, **options: str | int | float | Path | bool
 ) -> Run:
@@ -135,13 +141,20 @@ def execute(
         process.kill()
         out, messages = process.communicate()
         code, messages = 124, f"{messages}error: not done after {seconds:.0f} s\n"
-    events = [json.loads(line) for line in out.splitlines() if line.startswith('{"event"') and line.endswith("}")]
+    told = (line for line in out.splitlines() if line.startswith('{"event"') and line.endswith("}"))
+    events = [json.loads(re.sub(r": (-?(?:nan|inf))\b", lambda word: f": {JSON[word[1]]}", line)) for line in told]
     return Run(command, code, events, messages)
 
 
-def apart(one: Run, other: Run) -> list[float]:
-    """Relative error of the other run's loss in each step."""
-    return [abs(b - a) / abs(a) for a, b in zip(one.losses, other.losses, strict=True)]
+def apart(one: Sequence[float], other: Sequence[float]) -> list[float]:
+    """Relative error of another run's loss in each step."""
+    with np.errstate(all="ignore"):
+        return [float(np.divide(abs(b - a), abs(a))) for a, b in zip(one, other, strict=True)]
+
+
+def severity(error: float) -> tuple[bool, float]:
+    """Orders errors: NaN is the worst."""
+    return error != error, error
 
 
 def require(run: Run) -> Run:
@@ -274,6 +287,26 @@ class Check:
         return self.found <= self.limit
 
 
+def compare(
+    losses: Mapping[str, Sequence[float]], gradients: Mapping[str, float], noise: float, limits: Limits
+) -> list[Check]:
+    """What follows from the losses of the runs off, on and control and from the gradients' errors alone.
+
+    A receipt holds these, so that whoever reads it can ask again."""
+    off, on = losses["off"], losses["on"]
+    fourth = max(len(on) // 4, 1)
+    with np.errstate(all="ignore"):
+        fall = float(np.divide(statistics.mean(on[-fourth:]), statistics.mean(on[:fourth])))
+    on_off, control = (max(apart(off, other), key=severity) for other in (on, losses["control"]))
+    worst = max(sorted(gradients), key=lambda name: severity(gradients[name]))
+    return [
+        Check("losses, relative error", on_off, limits.loss),
+        Check(f"the same of two runs with it off, weights {noise} apart", control, limits.loss),
+        Check("loss falls: mean of the last quarter over that of the first", fall, 0.99),
+        Check(f"gradients of {len(gradients)} parameters, worst NMSE ({worst})", gradients[worst], limits.gradient),
+    ]
+
+
 def demo(args: argparse.Namespace, program: Path, model: Path, text: Path, common: dict[str, Any]) -> int:
     """Train with flash attention off and on; check that they agree and that the checkpoint works elsewhere."""
     started = time.time()
@@ -281,7 +314,7 @@ def demo(args: argparse.Namespace, program: Path, model: Path, text: Path, commo
     tokens = int(7.5 * args.ctx) if args.tokens is None else args.tokens
     common |= {"ctx": args.ctx, "tokens": tokens, "lr": args.lr, "warmup": args.warmup}
     tuned = args.out / "tuned.gguf"
-    runs = {}
+    runs: dict[str, Run] = {}
     for fa in ("off", "on"):
         print(f"{args.steps} steps with flash attention {fa} ...", file=sys.stderr)
         keep = {"save": tuned} if fa == "on" else {}
@@ -289,18 +322,19 @@ def demo(args: argparse.Namespace, program: Path, model: Path, text: Path, commo
     print(f"{args.steps} steps with it off, the weights changed by {NOISE} ...", file=sys.stderr)
     changed = args.out / f"{args.shape}-changed.gguf"
     tiny.write(changed, tiny.SHAPES[args.shape], args.vocabulary or vocabulary(), noise=NOISE)
-    control = require(execute(program, changed, text, steps=args.steps, fa="off", **common))
+    runs["control"] = require(execute(program, changed, text, steps=args.steps, fa="off", **common))
     watched = {
         fa: require(
             execute(program, model, text, steps=1, fa=fa, nodes=True, grads=args.out / f"gradients-{fa}.gguf", **common)
         )
-        for fa in runs
+        for fa in ("off", "on")
     }
     off, on = runs["off"], runs["on"]
     print(f"{'step':>4}  {'loss off':>10}  {'loss on':>10}  {'rel. error':>10}  {'s off':>8}  {'s on':>8}")
-    for i, row in enumerate(zip(off.losses, on.losses, apart(off, on), off.seconds, on.seconds, strict=True), 1):
+    errors_ = apart(off.losses, on.losses)
+    for i, row in enumerate(zip(off.losses, on.losses, errors_, off.seconds, on.seconds, strict=True), 1):
         print("{:4d}  {:10.6f}  {:10.6f}  {:10.1e}  {:8.3f}  {:8.3f}".format(i, *row))
-    for fa, one in runs.items():
+    for fa, one in (("off", off), ("on", on)):
         spread = f"{min(one.seconds):.3f} to {max(one.seconds):.3f}"
         print(
             f"flash attention {fa:3}  step {statistics.median(one.seconds):.3f} s ({spread}), "
@@ -308,19 +342,13 @@ def demo(args: argparse.Namespace, program: Path, model: Path, text: Path, commo
             f"peak of the process {one.memory('process') / 2**20:.0f} MiB"
             + (f", of the device {one.memory('peak') / 2**20:.0f} MiB" if args.device != "cpu" else "")
         )
-    limits = LIMITS[args.device]
     gradients = gradient_errors(args.out / "gradients-on.gguf", args.out / "gradients-off.gguf")
-    worst = max(gradients, key=gradients.__getitem__)
-    fourth = max(len(on.losses) // 4, 1)
+    losses = {name: one.losses for name, one in runs.items()}
     checks = [
         Check("flash attention was off, then on", float(off.flash_attn or not on.flash_attn), 0),
-        Check("losses, relative error", max(apart(off, on)), limits.loss),
-        Check(f"the same of two runs with it off, weights {NOISE} apart", max(apart(off, control)), limits.loss),
-        Check("loss falls: mean of the last quarter over that of the first",
-              statistics.mean(on.losses[-fourth:]) / statistics.mean(on.losses[:fourth]), 0.99),
-        Check(f"gradients of {len(gradients)} parameters, worst NMSE ({worst})", gradients[worst], limits.gradient),
+        *compare(losses, gradients, NOISE, LIMITS[args.device]),
         Check("attention nodes on another device than their layer", len(watched["on"].misplaced), 0),
-    ]  # fmt: skip
+    ]
     if not args.no_stock:
         print("stock llama.cpp: build, perplexity before and after ...", file=sys.stderr)
         stock = prepare_stock()
@@ -333,11 +361,12 @@ def demo(args: argparse.Namespace, program: Path, model: Path, text: Path, commo
         capture(args, program, model, text, common)
     for check in checks:
         print(f"{'ok' if check.passed else 'FAILED':6}  {check.name}: {check.found:.3g} (at most {check.limit:.3g})")
-    events = {fa: one.events + watched[fa].all("ops") + watched[fa].all("node") for fa, one in runs.items()}
-    events["control"] = control.events
+    events = {name: one.events for name, one in runs.items()}
+    for fa, one in watched.items():
+        events[fa] = events[fa] + one.all("ops") + one.all("node")
     record = {"checks": [{**dataclasses.asdict(c), "passed": c.passed} for c in checks], "gradients": gradients}
     (args.out / "train.json").write_text(json.dumps(record | {"runs": events}, indent=1) + "\n", encoding="utf-8")
-    plot(args.out, runs, control)
+    plot(args.out, runs)
     if library:
         stamp(args, library, program, model, text, runs, gradients, checks, started)
     print(f"results in {args.out}", file=sys.stderr)
@@ -368,6 +397,7 @@ def stamp(
     from . import receipt, statement
 
     number = statement.number
+    (start,) = runs["on"].all("start")
     train = {
         "device": args.device,
         "shape": {"name": args.shape, **dataclasses.asdict(tiny.SHAPES[args.shape])},
@@ -377,13 +407,21 @@ def stamp(
             {"name": file.name, "digest": {"sha256": statement.sha256(file)}}
             for file in (program, next(program.parent.glob("libllama.so*")).resolve())
         ],
+        "schedule": {
+            "steps": args.steps,
+            "ctx": start["n_ctx"],
+            "tokens": start["tokens"],
+            "lr": number(args.lr),
+            "warmup": args.warmup,
+        },
+        "noise": number(NOISE),
         "runs": {
-            fa: {
+            name: {
                 "losses": [number(loss) for loss in one.losses],
                 "steps_ns": [round(seconds * 1e9) for seconds in one.seconds],
                 "memory_bytes": {key: one.memory(key) for key in ("model", "context", "compute", "peak", "process")},
             }
-            for fa, one in runs.items()
+            for name, one in runs.items()
         },
         "gradients": {name: number(error) for name, error in gradients.items()},
         "checks": [
@@ -428,7 +466,7 @@ def capture(args: argparse.Namespace, program: Path, model: Path, text: Path, co
         print(file)
 
 
-def plot(folder: Path, runs: dict[str, Run], control: Run) -> None:
+def plot(folder: Path, runs: dict[str, Run]) -> None:
     """The loss curves as losses.png and losses.svg, where matplotlib is installed."""
     try:
         import matplotlib as mpl
@@ -439,10 +477,11 @@ def plot(folder: Path, runs: dict[str, Run], control: Run) -> None:
     from matplotlib import pyplot
 
     figure, (top, bottom) = pyplot.subplots(2, 1, sharex=True, figsize=(7, 6), height_ratios=(3, 1))
-    for (fa, one), style in zip(runs.items(), ("-", "--"), strict=True):
-        top.plot(range(1, len(one.losses) + 1), one.losses, style, label=f"flash attention {fa}")
-    for other, label in ((runs["on"], "on against off"), (control, f"off, weights {NOISE} apart")):
-        difference = apart(runs["off"], other)
+    for fa, style in (("off", "-"), ("on", "--")):
+        losses = runs[fa].losses
+        top.plot(range(1, len(losses) + 1), losses, style, label=f"flash attention {fa}")
+    for name, label in (("on", "on against off"), ("control", f"off, weights {NOISE} apart")):
+        difference = apart(runs["off"].losses, runs[name].losses)
         bottom.semilogy(range(1, len(difference) + 1), [max(d, 1e-9) for d in difference], ".", label=label)
     top.set_ylabel("loss")
     top.legend()

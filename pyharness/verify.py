@@ -20,6 +20,7 @@ from .statement import Document
 
 if TYPE_CHECKING:
     from .ggml import Device, Library
+    from .train import Check
 
 OK, FAILED, INVALID, STALE = 0, 1, 4, 6
 
@@ -119,9 +120,8 @@ def sums(document: Document) -> Iterator[str]:
         yield from (f"{statement.name_of(record)}: {text}" for text in _case_sums(record, body))
     for record in (body["perf"] or {"measurements": []})["measurements"]:
         yield from (f"{statement.name_of(record)}, {record['who']}: {text}" for text in _perf_sums(record, body))
-    for check in body.get("train", {"checks": []})["checks"]:
-        if check["passed"] != (float(check["found"]) <= float(check["limit"])):
-            yield f"{check['name']}: {check['found']} of at most {check['limit']} is not what passed says"
+    if "train" in body:
+        yield from _train_sums(body["train"])
     yield from _monitor_sums(body["monitor"])
 
 
@@ -167,6 +167,32 @@ def _perf_sums(record: dict[str, Any], body: Document) -> Iterator[str]:
                 yield f"{label}: {name} is {timing[name]}, but the samples give {want}"
     if bool(record["timings"]) == bool(record["unavailable"]):
         yield "has both samples and a reason for having none, or neither"
+
+
+def _train_sums(record: dict[str, Any]) -> Iterator[str]:
+    for check in record["checks"]:
+        if check["passed"] != (float(check["found"]) <= float(check["limit"])):
+            yield f"{check['name']}: {check['found']} of at most {check['limit']} is not what passed says"
+    missing = [name for name in ("schedule", "noise") if name not in record]
+    missing += ["losses of the control run"] if "control" not in record["runs"] else []
+    if missing:
+        yield f"training: no {', no '.join(missing)}, which receipts hold by now; train again"
+    found = {check["name"]: check["found"] for check in record["checks"]}
+    for check in _train_checks(record):
+        if found.get(check.name) != statement.number(check.found):
+            then = found.get(check.name, "missing")
+            yield f"{check.name}: is {then}, but losses and gradients give {statement.number(check.found)}"
+
+
+def _train_checks(record: dict[str, Any]) -> list[Check]:
+    """The checks that follow from what a training recorded; none from receipts that hold too little."""
+    from . import train
+
+    if "control" not in record["runs"] or "noise" not in record:
+        return []
+    losses = {name: [float(loss) for loss in run["losses"]] for name, run in record["runs"].items()}
+    gradients = {name: float(error) for name, error in record["gradients"].items()}
+    return train.compare(losses, gradients, float(record["noise"]), train.LIMITS[record["device"]])
 
 
 def _monitor_sums(report: dict[str, Any]) -> Iterator[str]:
@@ -222,8 +248,14 @@ def files(document: Document, root: Path = ROOT) -> list[Finding]:
     limits = (
         cases.limits(root / cases.LIMITS.relative_to(ROOT)) if (root / cases.LIMITS.relative_to(ROOT)).is_file() else {}
     )
-    for name in sorted(body["limits"].keys() | limits.keys()):
-        then_limit, now_limit = body["limits"].get(name), statement.number(limits[name]) if name in limits else None
+    then_limits, now_limits = body["limits"], {name: statement.number(value) for name, value in limits.items()}
+    if "train" in body:
+        recorded = {check["name"]: check["limit"] for check in body["train"]["checks"]}
+        checks = [check for check in _train_checks(body["train"]) if check.name in recorded]
+        then_limits = then_limits | {check.name: recorded[check.name] for check in checks}
+        now_limits |= {check.name: statement.number(check.limit) for check in checks}
+    for name in sorted(then_limits.keys() | now_limits.keys()):
+        then_limit, now_limit = then_limits.get(name), now_limits.get(name)
         if then_limit != now_limit:
             found.append(
                 Finding("files", STALE, f"limit {name} was {then_limit} in the receipt and is {now_limit} here")

@@ -7,12 +7,14 @@ import os
 import shutil
 import subprocess
 import sys
+import time
+from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pyharness import ggml, statement
+from pyharness import ggml, statement, train
 from pyharness.digest import ROOT
 
 CASES = (
@@ -78,6 +80,29 @@ def change(path: Path, edit: Callable[[dict[str, Any]], None], seal: bool = Fals
 def libraries() -> Path:
     """The folder of the CPU build's libraries."""
     return ggml.find_libraries(None, "cpu")
+
+
+OFF = (9.5, 9.0, 8.5, 8.0)
+RUNS = {"off": OFF, "on": (9.5, 9.0, 8.5, 8.0004), "control": (9.5, 9.0009, 8.5, 8.0)}
+GRADIENTS = {"blk.0.attn_k.weight": 3e-7, "blk.0.attn_q.weight": 2e-7}
+
+
+def trained(folder: Path, library: ggml.Library) -> Path:
+    """The receipt of a training of this checkout whose losses and gradients are the above."""
+    for name in (train.PROGRAM, "libllama.so.0", "model.gguf", "text.txt"):
+        (folder / name).write_text(name)
+    receipts = folder / "receipts"
+    args = Namespace(device="cpu", shape="tiny", steps=len(OFF), lr=3e-4, warmup=2, receipts=receipts)
+    start = {"event": "start", "flash_attn": True, "n_ctx": 256, "tokens": 600}
+    runs = {
+        name: train.Run([], 0, [start, *({"event": "step", "loss": loss, "seconds": 0.25} for loss in losses)], "")
+        for name, losses in RUNS.items()
+    }
+    checks = train.compare(RUNS, GRADIENTS, train.NOISE, train.LIMITS["cpu"])
+    program, model, text = (folder / name for name in (train.PROGRAM, "model.gguf", "text.txt"))
+    train.stamp(args, library, program, model, text, runs, GRADIENTS, checks, time.time())
+    (path,) = receipts.iterdir()
+    return path
 
 
 def make(root: Path) -> World:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import base64
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
-from receipt_world import KERNEL, World, change, libraries, make
+from receipt_world import KERNEL, World, change, libraries, make, trained
 
-from pyharness import errors, signing
+from pyharness import errors, ggml, receipt, signing, statement, train, verify
 
 
 @pytest.fixture(scope="module")
@@ -236,6 +238,99 @@ def test_the_module_that_decides_results(world: World) -> None:
     code, text = world.verify(world.oracle)
     assert code == 6
     assert "STALE    files: pyharness/reference.py has changed" in text
+
+
+# ---- a training ----
+
+
+@pytest.fixture(scope="module")
+def original_training(library: ggml.Library, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return trained(tmp_path_factory.mktemp("training"), library)
+
+
+@pytest.fixture
+def training(original_training: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copy(original_training, tmp_path))
+
+
+def told(path: Path) -> list[str]:
+    """What verify finds wrong, in words."""
+    return [f"{finding.step}: {finding.text}" for finding in verify.check(path) if finding.code]
+
+
+def test_a_training_shows_its_schedule_and_how_far_each_run_parts(training: Path) -> None:
+    assert told(training) == []
+    text = receipt.summary(statement.read(training))
+    assert "training, tiny on cpu: arch llama, " in text
+    schedule = "4 steps of AdamW over 600 tokens in windows of 256, learning rate 0.0003 after 2 steps of warm-up"
+    assert schedule in text
+    assert "| on | 9.5 | 8.0004 | 5e-05 in step 4 | 250 |" in text
+    assert "| off, weights 1e-06 apart | 9.5 | 8 | 0.0001 in step 2 | 250 |" in text
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda body: body["schedule"].update(lr="0.001"),
+        lambda body: body["schedule"].update(warmup=0),
+        lambda body: body["schedule"].update(tokens=2),
+        lambda body: body["runs"]["control"]["losses"].reverse(),
+        lambda body: body.update(noise="1e-05"),
+        lambda body: body.pop("schedule"),
+    ],
+)
+def test_what_a_training_recorded(training: Path, edit: Callable[[dict[str, Any]], Any]) -> None:
+    change(training, lambda body: edit(body["train"]))
+    assert told(training)[0] == "id: changed after it was written: train"
+
+
+@pytest.mark.parametrize(
+    ("edit", "words"),
+    [
+        (lambda body: body["runs"]["control"]["losses"].__setitem__(3, "8.1"), "the same of two runs with it off"),
+        (lambda body: body["runs"]["on"]["losses"].__setitem__(3, "8.0"), "losses, relative error: is 5.0"),
+        (lambda body: body["runs"]["on"]["losses"].__setitem__(1, "nan"), "but losses and gradients give nan"),
+        (lambda body: body["gradients"].update({"blk.0.attn_q.weight": "nan"}), "(blk.0.attn_q.weight): is missing"),
+        (lambda body: body["checks"].pop(2), "loss falls: mean of the last quarter over that of the first: is missing"),
+        (lambda body: body["checks"][1].update(found="5e-05"), "weights 1e-06 apart: is 5e-05, but"),
+        (lambda body: body.update(noise="1e-05"), "weights 1e-05 apart: is missing"),
+        (lambda body: body.pop("schedule"), "training: no schedule, which receipts hold by now"),
+        (lambda body: body["runs"].pop("control"), "training: no losses of the control run, which"),
+        (lambda body: body["schedule"].update(steps=5), ": not 5 steps"),
+        (lambda body: body["runs"]["control"]["losses"].pop(), "runs/control: not 4 steps"),
+    ],
+)
+def test_a_training_that_contradicts_itself(training: Path, edit: Callable[[dict[str, Any]], Any], words: str) -> None:
+    change(training, lambda body: edit(body["train"]), seal=True)
+    assert verify.exit_code(verify.check(training)) == verify.INVALID
+    assert words in told(training)[0]
+
+
+def test_a_limit_of_a_training(training: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(train.LIMITS, "cpu", train.Limits(1e-5, 1e-6))
+    assert told(training)[0] == "files: limit losses, relative error was 0.0001 in the receipt and is 1e-05 here"
+    assert verify.exit_code(verify.check(training)) == verify.STALE
+
+
+def test_a_training_of_an_early_receipt_is_shown_and_is_invalid_in_words(training: Path) -> None:
+    def early(body: dict[str, Any]) -> None:
+        for name in ("schedule", "noise"):
+            del body["train"][name]
+        del body["train"]["runs"]["control"]
+
+    change(training, early, seal=True)
+    assert told(training) == [
+        "sums: training: no schedule, no noise, no losses of the control run, which receipts hold by now; train again"
+    ]
+    assert "schedule not recorded" in receipt.summary(statement.read(training))
+
+
+def test_two_trainings_that_differ(training: Path) -> None:
+    other = training.with_name("other.json")
+    shutil.copy(training, other)
+    change(other, lambda body: body["train"]["schedule"].update(lr="0.001"), seal=True)
+    lines = receipt.differences(statement.read(training), statement.read(other))
+    assert list(lines) == ["train    lr: 0.0003 -> 0.001"]
 
 
 def keypair(stem: Path) -> tuple[Path, Path]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -229,7 +230,12 @@ def test_demonstration_leaves_curves_and_a_receipt_that_verifies(trainer: Traine
     (receipt,) = tmp_path.glob("*-train-*.json")
     assert verify.exit_code(verify.check(receipt)) == 0
     body = statement.read(receipt)["predicate"]["receipt"]
-    assert len(body["train"]["runs"]["on"]["losses"]) == 8
+    found = body["train"]
+    assert {name: len(run["losses"]) for name, run in found["runs"].items()} == {"off": 8, "on": 8, "control": 8}
+    assert found["schedule"] == {"steps": 8, "ctx": 256, "tokens": 257, "lr": "0.0003", "warmup": 10}
+    events = json.loads((tmp_path / "train.json").read_text())["runs"]["control"]
+    control = [event["loss"] for event in events if event["event"] == "step"]
+    assert [float(loss) for loss in found["runs"]["control"]["losses"]] == control
     assert body["counts"]["ok"] == len(body["train"]["checks"]) == 6
 
 
@@ -238,6 +244,22 @@ def test_demonstration_tells_a_training_that_parts_by_itself(
 ) -> None:
     assert demonstrate(trainer, tmp_path, "--steps", "8", "--lr", "0.1", "--warmup", "0", "--no-receipt") == 1
     assert "FAILED  the same of two runs with it off" in capsys.readouterr().out
+
+
+def test_a_loss_that_is_no_number_is_read_and_passes_no_check(tmp_path: Path) -> None:
+    program = tmp_path / "program"
+    steps = "\n".join(f'{{"event": "step", "loss": {loss}, "seconds": 0.1}}' for loss in ("2", "-nan", "inf", "1"))
+    program.write_text(f"#!/bin/sh\ncat <<END\n{steps}\nEND\n")
+    program.chmod(0o755)
+    losses = train.execute(program, tmp_path, tmp_path).losses
+    np.testing.assert_equal(losses, [2, np.nan, np.inf, 1])
+    good = [2.0, 1.5, 1.5, 1.0]
+    for runs in ({"on": losses, "control": good}, {"on": good, "control": losses}):
+        checks = train.compare({"off": good, **runs}, {"a": 1e-9, "b": float("nan")}, 1e-6, train.LIMITS["cpu"])
+        differ, control, falls, gradients = (check.passed for check in checks)
+        assert (differ, control) == (runs["on"] is good, runs["control"] is good)
+        assert falls
+        assert not gradients
 
 
 # ---- public reports ----
