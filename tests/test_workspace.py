@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 import pytest
 
-from pyharness import errors, ptxas, tree
+from pyharness import errors, ptxas, stress, tree
+from pyharness.cases import Case
 
 MIB = 1 << 20
 
@@ -38,12 +39,16 @@ class Node(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """Bytes of each path's workspace and of its smallest, below which hopper refuses a limit; 0: not for this node."""
+    """Bytes of each path's workspace and of its smallest, below which hopper refuses a limit; 0: not for this node.
+
+    ranges: of keys whose dS hopper keeps, 0 if it keeps none.
+    """
 
     mma: int
     mma_least: int
     hopper: int
     hopper_least: int
+    ranges: int
 
 
 TARGET = Node(256, 256, 2048, 75520, 24, 4, kv_count=75520)
@@ -132,6 +137,12 @@ def test_the_timed_shapes_use_the_limit_and_keep_it(plans: Callable[[Iterable[No
     for node, plan in zip(BARS, plans(BARS), strict=True):
         assert plan.mma <= node.limit, node
         assert 0 < plan.hopper <= node.limit, node
+
+
+def test_a_repeated_shape_keeps_ds_of_several_ranges_of_keys(plans: Callable[[Iterable[Node]], list[Plan]]) -> None:
+    cases = [Case.parse(text) for text in stress.REPEATED]
+    nodes = [Node(c.hsk, c.hsv, c.nb, c.kv, c.nh, c.nhkv, c.ns, sinks=c.sinks, kv_count=c.kv) for c in cases]
+    assert [plan.ranges for plan in plans(nodes)] == [0, 0, 0, 3, 0]
 
 
 def test_only_a_long_cache_of_one_head_takes_more(plans: Callable[[Iterable[Node]], list[Plan]]) -> None:

@@ -1,6 +1,6 @@
 // Reads nodes, one a line, and prints the workspace that the tensor-core paths plan for each; no device is asked.
 // in: Dk Dv N M H Hkv S mask softcap sinks grads kv_first kv_count precise arch multiprocessors limit
-// out: bytes of mma's workspace and of its smallest, then of hopper's (0 0: not its head size)
+// out: bytes of mma's workspace and of its smallest, then of hopper's (0 0: not its head size) and the ranges of keys whose dS it keeps
 #include "ggml-cuda/common.cuh"
 #define __reduce_or_sync(mask, x) (x) // from compute capability 8.0 on
 #include "ggml-cuda/fattn-back-hopper-run.cuh"
@@ -40,7 +40,8 @@ int main() {
         a.dV              = grads & 4 ? &some : nullptr;
         const auto mma    = [&](const size_t n) { return fattn_back_mma_make_plan(a, precise, arch, nsm, n).nbytes; };
         const bool hopper = a.Dk == a.Dv && (a.Dk == 64 || a.Dk == 128 || a.Dk == 256);
-        printf("%zu %zu %zu %zu\n", mma(limit), mma(0), hopper ? fattn_back_hopper_make_plan(a, precise, limit, nsm).size : 0,
-            hopper ? fattn_back_hopper_least(a) : 0);
+        const auto plan   = hopper ? fattn_back_hopper_make_plan(a, precise, limit, nsm) : fattn_back_hopper_plan{};
+        const int ranges  = plan.kts_ds > 0 ? (plan.p.KT + plan.kts_ds - 1) / plan.kts_ds : 0;
+        printf("%zu %zu %zu %zu %d\n", mma(limit), mma(0), plan.size, hopper ? fattn_back_hopper_least(a) : 0, ranges);
     }
 }
