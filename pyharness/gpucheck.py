@@ -128,7 +128,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="hand ARG to pytest, as in --pytest=--vocabulary=FILE",
     )
     parser.add_argument("--examples", type=int, default=100, metavar="N", help="of each property (default: 100)")
-    parser.add_argument("--soak", type=float, default=480, metavar="S", help="seconds of soak, at least (default: 480)")
+    parser.add_argument(
+        "--soak",
+        type=float,
+        default=480,
+        metavar="S",
+        help="seconds of soak, at least, once prepared (default: 480)",
+    )
     parser.add_argument("--beside", choices=("soak",), help="run what only checks correctness while the soak does")
     parser.add_argument("--lanes", type=int, default=2, metavar="N", help="steps at a time beside it (default: 2)")
     jobs = max(1, min(4, (os.cpu_count() or 1) // 4))
@@ -138,6 +144,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--inner", choices=stress.INNER, help=argparse.SUPPRESS)
     parser.add_argument("--first", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--stride", type=int, default=1, help=argparse.SUPPRESS)
+    parser.add_argument("--within", type=float, default=float("inf"), help=argparse.SUPPRESS)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -443,7 +450,7 @@ def _memory(runner: _Runner) -> dict[str, Any]:
 
 
 def _soak(runner: _Runner) -> dict[str, Any]:
-    code, lines = _inner(runner, "soak", "--soak", str(runner.args.soak))
+    code, lines = _inner(runner, "soak", "--soak", str(runner.args.soak), "--within", str(runner.left()))
     found: dict[str, Any] = next((json.loads(line[5:]) for line in lines if line.startswith("soak\t")), {})
     return _state(code, _last(lines), **found)
 

@@ -52,6 +52,7 @@ SOAKED = (
 )
 """Cases of the soak beside random ones."""
 SOAKED_RANDOM = 20
+PROGRESS = 20.0  # seconds between lines of its preparation
 GROWTH = 64 * MIB  # bytes that the device's and the host's memory may grow by after every case ran once
 
 SQUEEZED = (
@@ -289,14 +290,19 @@ class _Gate:
 class _Soak:
     """Mixed cases on two streams, and memory that comes and goes beside them."""
 
-    def __init__(self, library: ggml.Library, device: ggml.Device, seed: int, threads: int) -> None:
+    def __init__(
+        self, library: ggml.Library, device: ggml.Device, seed: int, threads: int, progress: Callable[[str], None]
+    ) -> None:
         self.library, self.device, self.threads = library, device, threads
         rng = random.Random(seed)
         listed = [Case.parse(text) for text in SOAKED] + [random_case(rng) for _ in range(SOAKED_RANDOM)]
         self.cases = [case for case in listed if library.refusal(device, case) is None]
         if not self.cases:
             raise errors.Environment(f"{device.name} takes none of the cases")
-        self.given = [inputs.make(case, seed) for case in self.cases]
+        self.given: list[inputs.Inputs] = []
+        for case in self.cases:
+            progress(f"inputs of {len(self.given)} of {len(self.cases)} cases")
+            self.given.append(inputs.make(case, seed))
         self.first: dict[int, NDArray[np.uint32]] = {}
         self.lock = threading.Lock()
         self.differing: list[str] = []
@@ -388,14 +394,34 @@ class _Soak:
 def soak(args: argparse.Namespace) -> int:
     """For `soak` seconds and until stdin ends: the same bits, and no more memory, as when every case had run once.
 
-    Says "ready" once the first figure is taken: from then on until stdin ends others may use the device."""
+    Says "ready" once every case has run and the first figure is taken: from then on `soak` counts, and until stdin ends
+    others may use the device. errors.Usage as soon as the soak does not fit what is left of `within` seconds."""
+    start = said = time.monotonic()
+
+    def preparing(what: str) -> None:
+        nonlocal said
+        now = time.monotonic()
+        if now - start + args.soak > args.within:
+            raise errors.Usage(
+                f"{args.soak:g} s of soak do not fit the time box: {args.within - (now - start):.0f} s are left after "
+                f"{now - start:.0f} s of preparation ({what})",
+                hint="--box soak=SECONDS for more, --soak SECONDS for less",
+            )
+        if now - said > PROGRESS:
+            said = now
+            print(f"preparing: {what}, {now - start:.0f} s", flush=True)
+
     library, device = _open(args)
-    soaked = _Soak(library, device, args.seed, args.threads)
-    begin = time.monotonic()
+    opened = time.monotonic() - start
+    soaked = _Soak(library, device, args.seed, args.threads, preparing)
+    made = time.monotonic() - start
+    begin = 0.0
     samples: list[dict[str, Any]] = []
 
     def sample() -> None:
+        nonlocal begin
         with soaked.gate.closed():
+            begin = begin or time.monotonic()
             samples.append({"seconds": round(time.monotonic() - begin, 1), **soaked.memory()})
 
     threads = [
@@ -403,7 +429,7 @@ def soak(args: argparse.Namespace) -> int:
         soaked.worker(lambda: soaked.stream(args.seed + 1)),
         soaked.worker(lambda: soaked.ballast(args.seed)),
     ]
-    released = threading.Event()
+    released, interrupted = threading.Event(), False
 
     def wait() -> None:
         sys.stdin.read()
@@ -412,14 +438,25 @@ def soak(args: argparse.Namespace) -> int:
     threading.Thread(target=wait, daemon=True).start()
     try:
         while soaked.warm < 2 * len(soaked.cases) and not soaked.failures:
+            preparing(f"{soaked.warm} of {2 * len(soaked.cases)} first runs")
             time.sleep(0.05)
         sample()
+        print(
+            f"prepared in {begin - start:.1f} s: device open after {opened:.1f} s, inputs of {len(soaked.cases)} cases "
+            f"made after {made:.1f} s, then each run once",
+            flush=True,
+        )
         print("ready", flush=True)
         while (time.monotonic() - begin < args.soak or not released.is_set()) and not soaked.failures:
             time.sleep(min(1.0, max(0.05, args.soak / 20)))
             if time.monotonic() - begin - samples[-1]["seconds"] > 30:
                 sample()
         sample()
+    except KeyboardInterrupt:  # the time box is full: what was found until then
+        if not samples:
+            raise
+        sample()
+        interrupted = True
     finally:
         soaked.gate.stop()
         for thread in threads:
@@ -449,8 +486,9 @@ def soak(args: argparse.Namespace) -> int:
         f"{soaked.runs} runs of {len(soaked.cases)} cases on two streams in {samples[-1]['seconds']:.0f} s beside "
         f"{soaked.ballasts} blocks of ballast: {len(soaked.differing)} differ, {growth}"
         + "".join(f"; {text}" for text in soaked.failures)
+        + ("; interrupted" if interrupted else "")
     )
-    return 1 if failures else 0
+    return 1 if failures else errors.INTERRUPTED if interrupted else 0
 
 
 # ---- a full device ----

@@ -7,9 +7,13 @@ import contextlib
 import dataclasses
 import io
 import json
+import os
 import random
+import re
+import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -242,15 +246,21 @@ def test_a_repeat_with_other_bits_is_found(
     assert (found.status, found.reason, found.distinct) == ("failed", "2 different results in 20 runs", 2)
 
 
-def soak(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> tuple[int, dict[str, Any]]:
+def soaks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A soak takes four cases and ends by itself."""
     monkeypatch.setattr(stress, "SOAKED", (CASE, OTHER))
     monkeypatch.setattr(stress, "SOAKED_RANDOM", 2)
     monkeypatch.setattr(sys, "stdin", io.StringIO())
+
+
+def soak(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> tuple[int, dict[str, Any]]:
+    soaks(monkeypatch)
     code = stress.soak(options(tmp_path, soak=0.5))
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "ready"
+    assert re.fullmatch(r"prepared in .* s: .* inputs of 4 cases made after .* s, then each run once", lines[0])
+    assert lines[1] == "ready"
     return code, json.loads(next(line for line in lines if line.startswith("soak\t"))[5:])
 
 
@@ -262,6 +272,52 @@ def test_a_soak_gives_the_same_bits_and_takes_no_more_memory(
     assert found["runs"] >= 16
     assert found["ballasts"]
     assert found["grown"].keys() == {"host"}
+
+
+def test_a_soak_does_not_count_its_preparation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make = inputs.make
+
+    def slow(case: Case, seed: int) -> inputs.Inputs:
+        time.sleep(0.25)
+        return make(case, seed)
+
+    monkeypatch.setattr(inputs, "make", slow)
+    monkeypatch.setattr(stress, "PROGRESS", 0.4)
+    soaks(monkeypatch)
+    assert stress.soak(options(tmp_path, soak=0.5)) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"preparing: inputs of [23] of 4 cases, \d s", lines[0])
+    found = json.loads(next(line for line in lines if line.startswith("soak\t"))[5:])
+    assert found["samples"][0]["seconds"] < 0.25
+    assert found["seconds"] >= 0.5
+
+
+def test_a_soak_that_does_not_fit_its_box_says_so_before_it_is_cut_off(check: Check) -> None:
+    code, steps = check("soak", "--soak", "480", "--box", "soak=300")
+    assert (code, states(steps)) == (1, {"soak": "FAILED"})
+    assert re.match("pyharness gpucheck: 480 s of soak do not fit the time box: .* s are left", steps["soak"]["text"])
+
+
+def test_a_soak_that_is_cut_off_tells_what_it_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    soaks(monkeypatch)
+    memory, cut = stress._Soak.memory, threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT))
+
+    def first_figure(soaked: stress._Soak) -> dict[str, Any]:
+        with contextlib.suppress(RuntimeError):  # it counts already
+            cut.start()
+        return memory(soaked)
+
+    monkeypatch.setattr(stress._Soak, "memory", first_figure)
+    assert stress.soak(options(tmp_path, soak=600)) == errors.INTERRUPTED
+    out = capsys.readouterr().out
+    assert out.rstrip().endswith("; interrupted")
+    found = json.loads(next(line for line in out.splitlines() if line.startswith("soak\t"))[5:])
+    assert found["runs"] >= 16
+    assert found["failures"] == []
 
 
 def test_a_soak_finds_other_bits_and_growing_memory(
