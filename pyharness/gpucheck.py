@@ -14,7 +14,7 @@ steps
   memory     too little device memory for the workspace: right, or a graph that fails in words
   large      publicly reported failures of sizes beyond 2^31 elements
   broken     an error of the device in the middle of a run: words and a partial receipt
-  backend-ops  upstream's test-backend-ops in its four modes, where it was built
+  backend-ops  upstream's test-backend-ops in its four modes (perf on some shapes), where it was built
   perf       timings with ggml's unfused graph and PyTorch beside them
 
 Each step runs in processes of its own under a time box; one that is full is interrupted, and what was done is kept.
@@ -87,6 +87,9 @@ SANITIZED = (
     "FLASH_ATTN_BACK(hsk=128,hsv=128,nh=22,nhkv=11,kv=200,nb=150,ns=4,type_K=q8_0,type_V=q8_0,sinks=1)",
     "FLASH_ATTN_BACK(hsk=256,hsv=256,nh=3,nhkv=1,kv=600,nb=128)",
 )
+UPSTREAM_TIMED = r"kv=4096,nb=4096(,type_K=\w+,type_V=\w+)?$"
+"""The timed cases that test-backend-ops takes, by head size and type; it needs seconds to fill the tensors of each."""
+
 TOOLS = ("memcheck", "initcheck", "racecheck", "synccheck")
 FOUND = 99  # compute-sanitizer's exit code when it found something
 
@@ -512,7 +515,7 @@ def _backend_ops(runner: _Runner) -> dict[str, Any]:
     modes = ("test", "support", "grad", "perf")
     found: dict[str, dict[str, Any]] = {}
     for number, mode in enumerate(modes):
-        words = (str(program), mode, "-b", args.backend, "-o", OP)
+        words = (str(program), mode, "-b", args.backend, "-o", OP, *(("-p", UPSTREAM_TIMED) if mode == "perf" else ()))
         code, lines = runner.share(len(modes) - number).command(*words, env=train.search(libs))
         said = [re.sub(r"\x1b\[[0-9;]*m", "", line).strip() for line in lines]
         failed = [line for line in said if line.startswith(OP) and "FAIL" in line]

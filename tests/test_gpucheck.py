@@ -180,10 +180,20 @@ def test_upstream_s_test_is_told_by_its_summary_and_exit_code(tmp_path: Path, te
     (tmp_path / "test-backend-ops").touch()
     lines = ["FLASH_ATTN_BACK(hsk=64): \x1b[1;31mFAIL\x1b[0m", f"  {tests}", "Backend CPU: FAIL"]
     ends = [(0, ["fine"]) for _ in range(3)]
-    found = gpucheck._backend_ops(Fake(args, (1, lines) if state == "FAILED" else (0, lines[1:]), *ends))
+    runner = Fake(args, (1, lines) if state == "FAILED" else (0, lines[1:]), *ends)
+    found = gpucheck._backend_ops(runner)
     assert found["state"] == state
     assert found["text"] == f"test: {tests}; support: fine; grad: fine; perf: fine"
     assert found["modes"]["test"]["failed"] == ["FLASH_ATTN_BACK(hsk=64): FAIL"] * (state == "FAILED")
+    assert ["-p" in words for words in runner.words] == [False, False, False, True]
+
+
+def test_upstream_s_test_times_a_few_cases_of_each_head_size_and_type() -> None:
+    keys = (str(case).removesuffix(")") for case in cases.load(cases.PERF))
+    timed = [Case.parse(text + ")") for text in keys if re.search(gpucheck.UPSTREAM_TIMED, text)]
+    assert {case.hsk for case in timed} == {64, 128, 256}
+    assert {case.type_K for case in timed} >= {"f16", "f32", "bf16", "q8_0"}
+    assert len(timed) <= 10
 
 
 @pytest.mark.parametrize(("bad", "state"), [(0, "ok"), (gpucheck.FOUND, "FAILED"), (None, "TIME")])
