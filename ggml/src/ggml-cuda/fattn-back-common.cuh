@@ -7,6 +7,7 @@
 #include "dequantize.cuh"
 #include "ggml-flash-attn-back-impl.h"
 
+#include <cfloat>
 #include <climits>
 #include <cstdlib>
 #include <functional>
@@ -258,21 +259,27 @@ static __device__ __forceinline__ float fattn_back_slope(const fattn_back_args &
         return 1.0f;
     }
     const int n = args.n_head_log2;
-    return exp2f(h < n ? -(args.max_bias * (h + 1)) / n : -(0.5f * args.max_bias * (2 * (h - n) + 1)) / n);
+    // not 0, which times -inf is no number
+    return fmaxf(exp2f(h < n ? -(args.max_bias * (h + 1)) / n : -(0.5f * args.max_bias * (2 * (h - n) + 1)) / n), FLT_MIN);
+}
+
+// tanh(x), and its derivative. Through exp: the fast tanh is too inexact, and 1 - tanh^2 cancels for large x; by its series where 1 - exp cancels.
+static __device__ __forceinline__ float fattn_back_tanh(const float x, float & dx) {
+    const float u = expf(-2.0f * fabsf(x));
+    const float r = 1.0f / (1.0f + u);
+    const float w = u * r;
+    dx            = 4.0f * w * r;
+    return fabsf(x) < 0x1p-5f ? fmaf(x * x, x * (-1.0f / 3), x) : copysignf(1.0f - 2.0f * w, x); // each within 3e-6
 }
 
 // the logit x of a product q . k, and its derivative by scale * (q . k)
-// tanh through exp: the fast tanh is too inexact, and 1 - tanh^2 cancels for large logits
 static __device__ __forceinline__ float fattn_back_logit(const fattn_back_args & args, const float qk, float & dx) {
     const float x = args.scale * qk;
     if (args.logit_softcap == 0.0f) {
         dx = 1.0f;
         return x;
     }
-    const float u = expf(-2.0f * fabsf(x / args.logit_softcap));
-    const float r = 1.0f / (1.0f + u);
-    dx            = 4.0f * u * r * r;
-    return copysignf(args.logit_softcap * (1.0f - u) * r, x);
+    return args.logit_softcap * fattn_back_tanh(x / args.logit_softcap, dx);
 }
 
 // components [e, e + 4) of a row that is not quantised

@@ -344,6 +344,7 @@ static __global__ void __launch_bounds__(FATTN_BACK_SCORES_THREADS, 1) flash_att
             float m[2]     = { -INFINITY, -INFINITY };
             if (softcap || (full & bit) == 0) {
                 const fattn_back_scores_row row[2] = { rows[wr + mi * 16 + r], rows[wr + mi * 16 + r + 8] };
+                const float cap                    = 1.4426950408889634f * p.a.logit_softcap;
 #pragma unroll
                 for (int ni = 0; ni < 8; ++ni) {
                     float u[4];
@@ -352,11 +353,8 @@ static __global__ void __launch_bounds__(FATTN_BACK_SCORES_THREADS, 1) flash_att
                         float & x = acc[mi][ni][l];
                         x *= scale[l / 2];
                         if constexpr (softcap) {
-                            const float y = x + row[l / 2].dot;
-                            const float f = fattn_back_exp2(-2.0f * fabsf(y) / p.a.logit_softcap);
-                            const float g = 1.0f / (1.0f + f);
-                            u[l]          = (4 << FATTN_BACK_MMA_SHIFT_U) * f * g * g;
-                            x             = copysignf(1.4426950408889634f * p.a.logit_softcap * (1.0f - f) * g, y);
+                            x = cap * fattn_back_tanh((x + row[l / 2].dot) / cap, u[l]);
+                            u[l] *= 1 << FATTN_BACK_MMA_SHIFT_U;
                         }
                         const int key = kt * FATTN_BACK_MMA_KEYS + wn * 64 + ni * 8 + c2 + l % 2;
                         if ((skip & bit) != 0 || key >= p.a.M) {
