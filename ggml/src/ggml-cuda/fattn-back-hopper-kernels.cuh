@@ -69,7 +69,7 @@ struct fattn_back_hopper_params {
     half * q;        // [units*G][QT] tiles of Q*scale
     half * dO;       // dO, every row with its own power of two
     float4 * rows;     // [units*G][64*QT] Q . mean(K), dO . mean(V), power of two of dO
-    uint32_t * large;  // [S*Hkv] the largest log2(e)*x of a row as the bits of a float, at least 0
+    uint32_t * large;  // [S*Hkv] the largest |log2(e)*x| that matters in a row, as the bits of a float
     float * stat;     // [units*G][QT][2][64] -LSE and D as the operands see them: centred, log2, and with 2^8 and the weight that
                        // makes up for dO's powers of two
 };
@@ -85,6 +85,9 @@ static __device__ __forceinline__ int fattn_back_hopper_head(const fattn_back_ho
 // whether the rows that the first pass saw ask for a split S
 static __device__ __forceinline__ bool fattn_back_hopper_large(const fattn_back_hopper_params & p, const int unit) {
     return __uint_as_float(p.large[p.unit0 + unit]) > FATTN_BACK_HOPPER_LARGE;
+}
+static __device__ __forceinline__ void fattn_back_hopper_note(const fattn_back_hopper_params & p, const int unit, const float x) {
+    atomicMax(p.large + p.unit0 + unit, __float_as_uint(x)); // the order does not matter
 }
 
 static __device__ __forceinline__ uint32_t fattn_back_hopper_get_tile(
@@ -352,10 +355,11 @@ static __device__ __forceinline__ void fattn_back_hopper_operand(uint32_t (&a)[1
     }
 }
 
-// S += mask/unit of a tile, -inf for pairs beyond the end; unit is what S is multiplied by to be added to the mask
+// S += mask of a tile over sc, what S is multiplied by to be in units of log2; -inf for pairs beyond the end. Returns the largest |S| that got a
+// finite bias.
 template <bool keys>
-static __device__ __forceinline__ void fattn_back_hopper_mask(
-    float (&S)[32], const fattn_back_hopper_params & p, const int lhead, const int t_own, const int t_streamed, const float per_unit) {
+static __device__ __forceinline__ float fattn_back_hopper_mask(
+    float (&S)[32], const fattn_back_hopper_params & p, const int lhead, const int t_own, const int t_streamed, const float sc) {
     const int lane    = threadIdx.x % 32;
     const int own0    = t_own * FATTN_BACK_HOPPER_ROWS + (threadIdx.x % 128) / 32 * 16 + lane / 4;
     const int str0    = t_streamed * FATTN_BACK_HOPPER_ROWS + 2 * (lane % 4);
@@ -365,6 +369,9 @@ static __device__ __forceinline__ void fattn_back_hopper_mask(
     if (mask != nullptr) {
         mask += (s % p.a.mask_nseqs) * p.a.mask_nb_seq + (h % p.a.mask_nheads) * p.a.mask_nb_head;
     }
+    // not 0, which times -inf is no number
+    const float per_unit = fmaxf(fattn_back_slope(p.a, h) * FATTN_BACK_HOPPER_LOG2E / sc, FLT_MIN);
+    float largest        = 0.0f;
 #pragma unroll
     for (int i = 0; i < 32; ++i) {
         const int own = own0 + (i % 4) / 2 * 8;
@@ -376,12 +383,10 @@ static __device__ __forceinline__ void fattn_back_hopper_mask(
             const char * src = mask + q * p.a.mask_nb_row + key * (int64_t) sizeof(half);
             x                = mask == nullptr ? 0.0f : per_unit * __half2float(*(const half *) src);
         }
+        largest = fmaxf(largest, x == 0.0f || x == -INFINITY ? 0.0f : fabsf(S[i]));
         S[i] += x;
     }
-}
-
-static __device__ __forceinline__ float fattn_back_hopper_slope(const fattn_back_hopper_params & p, const int lhead) {
-    return fattn_back_slope(p.a, fattn_back_hopper_head(p, lhead)) * FATTN_BACK_HOPPER_LOG2E;
+    return largest;
 }
 
 // accumulators [64 x D] of key tile t times factor to dK or dV of a unit
@@ -554,12 +559,12 @@ static __device__ __forceinline__ void fattn_back_hopper_scale(float (&acc)[R], 
 
 // what -LSE is stored with: P is an operand times 2^8 and times what makes up for the power of two of its row of dO
 static __device__ __forceinline__ float fattn_back_hopper_shift(const float4 scale, const float4 row) {
-    return FATTN_BACK_HOPPER_SHIFT_P + log2f(scale.w / row.z);
+    return FATTN_BACK_HOPPER_SHIFT_P + log2f(scale.w) - log2f(row.z); // their quotient may be too small for a float
 }
 
-// factor from Q'K' to log2
+// factor from Q'K' to log2; what is below that adds nothing to a logit, and the mask is divided by it
 static __device__ __forceinline__ float fattn_back_hopper_unit(const fattn_back_hopper_params & p, const float4 scale) {
-    return p.a.scale * FATTN_BACK_HOPPER_LOG2E / scale.x / scale.y;
+    return fmaxf(p.a.scale * FATTN_BACK_HOPPER_LOG2E / scale.x / scale.y, 0x1p-100f);
 }
 
 #endif // defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -640,7 +645,7 @@ static __global__ void __launch_bounds__((nwg + 1) * 128, 1) flash_attn_back_hop
             hopper_pin(S);
             if ((states >> 2 * wg & 3) != FATTN_BACK_TILE_FULL) {
                 const int lhead = meta.get(meta.x.x);
-                fattn_back_hopper_mask<true>(S, p, lhead, t0 + wg, meta.get(meta.x.y), fattn_back_hopper_slope(p, lhead) / sc);
+                fattn_back_hopper_mask<true>(S, p, lhead, t0 + wg, meta.get(meta.x.y), sc);
             }
             fattn_back_hopper_probs_t(S, sc, col_stat);
             fattn_back_hopper_load_columns(col_stat, stat + FATTN_BACK_HOPPER_ROWS * (int) sizeof(float));
@@ -740,7 +745,7 @@ static __device__ __forceinline__ void fattn_back_hopper_keys_half(
         if constexpr (first) {
             if ((states & 3) != FATTN_BACK_TILE_FULL) {
                 const int lhead = meta.get(meta.x.x);
-                fattn_back_hopper_mask<true>(X, p, lhead, t0, meta.get(meta.x.y), fattn_back_hopper_slope(p, lhead) / sc);
+                fattn_back_hopper_mask<true>(X, p, lhead, t0, meta.get(meta.x.y), sc);
             }
             fattn_back_hopper_probs_t(X, sc, col_stat);
             hopper_barrier_wait(empty_p, pair.parity ^ 1);
@@ -993,12 +998,15 @@ static __global__ void __launch_bounds__((nwg + 1) * 128, 1) flash_attn_back_hop
         }
         constexpr bool has_dq = mode != FATTN_BACK_HOPPER_STATS;
         constexpr bool fused  = mode == FATTN_BACK_HOPPER_FUSED;
+        constexpr bool watch  = !split && mode != FATTN_BACK_HOPPER_DQ; // for logits that are too large without the split
         const float4 scale    = p.scale[p.unit0 + unit];
         const float sc        = fattn_back_hopper_unit(p, scale);
         const uint32_t own1   = smem + L::own1 + wg * L::tile1;
         const uint32_t own2   = smem + L::own2 + wg * L::tile;
         const int row         = (threadIdx.x % 128) / 32 * 16 + (threadIdx.x % 32) / 4; // and row + 8
-        float * stat          = p.stat + ((int64_t) lhead * p.QT + min(t0 + wg, p.QT - 1)) * 2 * FATTN_BACK_HOPPER_ROWS + row;
+        const int64_t tile    = (int64_t) lhead * p.QT + min(t0 + wg, p.QT - 1);
+        const float4 * rows   = p.rows + tile * FATTN_BACK_HOPPER_ROWS + row;
+        float * stat          = p.stat + tile * 2 * FATTN_BACK_HOPPER_ROWS + row;
 
         float A[has_dq ? D / 2 : 1];
         float B[fused ? D / 2 : 1];
@@ -1021,14 +1029,14 @@ static __global__ void __launch_bounds__((nwg + 1) * 128, 1) flash_attn_back_hop
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             if constexpr (mode == FATTN_BACK_HOPPER_DQ) {
-                m[r]  = stat[8 * r];
+                // dQ's rows need no common weight, which would cost the short ones bits
+                m[r]  = stat[8 * r] - fattn_back_hopper_shift(scale, rows[8 * r]) + FATTN_BACK_HOPPER_SHIFT_P;
                 Dt[r] = stat[8 * r + FATTN_BACK_HOPPER_ROWS];
             }
             if (mode == FATTN_BACK_HOPPER_STATS && p.kt0 > 0 && stat[8 * r] != -INFINITY) { // the keys before count as one key
-                const int64_t i = ((int64_t) lhead * p.QT + min(t0 + wg, p.QT - 1)) * FATTN_BACK_HOPPER_ROWS + row + 8 * r;
-                m[r]            = fattn_back_hopper_shift(scale, p.rows[i]) - stat[8 * r];
-                l[r]            = threadIdx.x % 4 == 0 ? 1 << FATTN_BACK_HOPPER_SHIFT_E : 0.0f;
-                e[r]            = l[r] * stat[8 * r + FATTN_BACK_HOPPER_ROWS];
+                m[r] = fattn_back_hopper_shift(scale, rows[8 * r]) - stat[8 * r];
+                l[r] = threadIdx.x % 4 == 0 ? 1 << FATTN_BACK_HOPPER_SHIFT_E : 0.0f;
+                e[r] = l[r] * stat[8 * r + FATTN_BACK_HOPPER_ROWS];
             }
         }
 
@@ -1087,7 +1095,10 @@ static __global__ void __launch_bounds__((nwg + 1) * 128, 1) flash_attn_back_hop
                 hopper_barrier_arrive(smem + L::empty1 + 8 * ring1.stage);
             }
             if ((states >> 2 * wg & 3) != FATTN_BACK_TILE_FULL) {
-                fattn_back_hopper_mask<false>(S, p, lhead, t0 + wg, meta.get(meta.x.y), fattn_back_hopper_slope(p, lhead) / sc);
+                const float x = sc * fattn_back_hopper_mask<false>(S, p, lhead, t0 + wg, meta.get(meta.x.y), sc);
+                if (watch && x > FATTN_BACK_HOPPER_LARGE) {
+                    fattn_back_hopper_note(p, unit, x);
+                }
             }
 
             if constexpr (mode == FATTN_BACK_HOPPER_DQ) {
@@ -1202,8 +1213,9 @@ static __global__ void __launch_bounds__((nwg + 1) * 128, 1) flash_attn_back_hop
             hopper_pin(E16);
         }
 
-        if constexpr (!split && mode != FATTN_BACK_HOPPER_DQ) {
-            atomicMax(p.large + p.unit0 + unit, __float_as_uint(fmaxf(0.0f, fmaxf(m[0], m[1])))); // the order does not matter
+        if constexpr (watch) {
+            // of the other pairs of a row only those near its maximum have a P that matters
+            fattn_back_hopper_note(p, unit, fmaxf(m[0] == -INFINITY ? 0.0f : fabsf(m[0]), m[1] == -INFINITY ? 0.0f : fabsf(m[1])));
         }
         const int h = fattn_back_hopper_head(p, lhead);
         const int s = fattn_back_hopper_seq(p, lhead);
@@ -1213,18 +1225,20 @@ static __global__ void __launch_bounds__((nwg + 1) * 128, 1) flash_attn_back_hop
             if (t0 + wg >= p.QT) {
                 continue;
             }
-            float factor = p.a.scale / scale.y / scale.z / scale.w / (1 << FATTN_BACK_HOPPER_SHIFT_P); // of A
+            const float4 x = rows[8 * r];
+            float factor   = p.a.scale / scale.y / scale.z / x.z / (1 << FATTN_BACK_HOPPER_SHIFT_P); // of A
             if constexpr (mode != FATTN_BACK_HOPPER_DQ) {
-                const float4 x    = p.rows[((int64_t) lhead * p.QT + t0 + wg) * FATTN_BACK_HOPPER_ROWS + row + 8 * r];
                 const bool sinks  = p.a.sinks != nullptr && p.kt0 == 0;
                 const float sink  = sinks ? (p.a.sinks[h] - p.a.scale * x.x) * FATTN_BACK_HOPPER_LOG2E : -INFINITY;
                 const float sum   = fattn_back_hopper_quad_sum(l[r]);
                 const float keys  = sum > 0.0f ? m[r] - FATTN_BACK_HOPPER_SHIFT_E + log2f(sum) : -INFINITY; // LSE without the sink
                 const float top   = fmaxf(keys, sink);
                 const float lse   = top == -INFINITY ? -INFINITY : top + log2f(hopper_exp2(keys - top) + hopper_exp2(sink - top));
-                const float w     = keys == -INFINITY ? 0.0f : hopper_exp2(keys - lse) / sum;
+                const float pkeys = keys == -INFINITY ? 0.0f : hopper_exp2(keys - lse);
+                const float w     = keys == -INFINITY ? 0.0f : pkeys / sum;
                 const float psink = sink == -INFINITY ? 0.0f : hopper_exp2(sink - lse);
-                const float Dc    = fattn_back_hopper_quad_sum(e[r] + Dt[r] * l[r]) * w - psink * x.y * scale.z * x.z;
+                const float Dk    = fattn_back_hopper_quad_sum(e[r] + Dt[r] * l[r]) * w;
+                const float Dc    = Dk - psink * x.y * scale.z * x.z; // D without the part of V's mean
                 factor            = w * p.a.scale / scale.y / scale.z / x.z;
                 if constexpr (fused) {
 #pragma unroll
@@ -1240,7 +1254,7 @@ static __global__ void __launch_bounds__((nwg + 1) * 128, 1) flash_attn_back_hop
                     if (q < p.a.N) {
                         const int64_t i = p.a.row(q, h, s);
                         p.a.LSE[i]      = lse == -INFINITY ? -INFINITY : lse * (1.0f / FATTN_BACK_HOPPER_LOG2E) + p.a.scale * x.x;
-                        p.a.D[i]        = lse == -INFINITY ? 0.0f : Dc / scale.z / x.z + x.y;
+                        p.a.D[i]        = lse == -INFINITY ? 0.0f : Dk / scale.z / x.z + pkeys * x.y;
                     }
                 }
             }
