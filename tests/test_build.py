@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -154,6 +155,40 @@ def test_a_user_s_own_tree_is_built_from_a_patched_copy(repository: Path, tmp_pa
     assert {path: path.read_bytes() for path in own.rglob("*") if path.is_file()} == before
     assert tree.check(folder / "upstream")
     assert str(folder / "upstream/src") in (folder / "build.ninja").read_text()
+
+
+def test_a_project_that_takes_this_one_in_builds_this_one_s_tree(repository: Path, tmp_path: Path) -> None:
+    outer = tmp_path / "a trainer"
+    outer.mkdir()
+    (outer / "CMakeLists.txt").write_text(
+        f"""cmake_minimum_required(VERSION 3.21)
+project(trainer CXX)
+add_subdirectory("{repository}" operator)
+add_executable(train "{ROOT}/tests/consumer/train.cpp")
+target_compile_features(train PRIVATE cxx_std_17)
+target_link_libraries(train PRIVATE ggml)
+"""
+    )
+    configure(outer, "-DGGML_UPSTREAM=ggml-python")
+    described = json.loads((outer / "build/test/operator/flash-attn-back.json").read_text())
+    assert Path(described["tree"]).is_relative_to(repository)
+    assert not (outer / "build/test/bin").exists()
+
+
+def test_a_misspelt_option_is_named(repository: Path) -> None:
+    options = ["-DGGML_UPSTREAM=ggml-python", "-DGGML_UPSTREM_DIR=elsewhere", f"-DPython3_EXECUTABLE={sys.executable}"]
+    command = ["cmake", "-G", "Ninja", "-S", str(repository), "-B", str(repository / "build/test"), *options]
+    said = subprocess.run(command, env=build.environment(), capture_output=True, text=True, check=True).stderr
+    assert "GGML_UPSTREM_DIR is no option of this build" in said
+    assert said.count("is no option") == 1
+
+
+def test_a_python_without_the_packages_is_told_which(repository: Path, tmp_path: Path) -> None:
+    bare = tmp_path / "bare"
+    bare.write_text(f'#!/bin/sh\nexec "{sys.executable}" -S "$@"\n')
+    bare.chmod(0o755)
+    with pytest.raises(AssertionError, match=r"error: no Python package tree_sitter; .*pip install -e"):
+        run("cmake", "-G", "Ninja", "-S", repository, "-B", tmp_path / "build", f"-DPython3_EXECUTABLE={bare}")
 
 
 def test_a_tree_that_cannot_be_patched_stops_the_configuration_with_the_reason(
