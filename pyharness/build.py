@@ -9,6 +9,7 @@ import contextlib
 import fcntl
 import hashlib
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -110,6 +111,11 @@ def build(preset: str, target: str = "all") -> Path:
         _step(f"configuration of build/{preset}", ["cmake", "--preset", preset, "--fresh"])
     _step(f"build of build/{preset}", ["cmake", "--build", str(folder), "--target", target])
     return folder
+
+
+def pip(extra: str = "") -> str:
+    """The command that gives the running Python the packages of pyharness, or of an extra of pyproject.toml."""
+    return f"{shlex.quote(sys.executable)} -m pip install -e {shlex.quote(f'{ROOT}[{extra}]' if extra else str(ROOT))}"
 
 
 def environment() -> dict[str, str]:

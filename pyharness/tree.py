@@ -30,13 +30,18 @@ from dataclasses import dataclass, fields
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
-import tree_sitter
-import tree_sitter_c
-import tree_sitter_cmake
-import tree_sitter_cpp
-
-from pyharness import digest, errors
+from pyharness import build, digest, errors
 from pyharness.digest import ROOT
+
+try:
+    import tree_sitter
+    import tree_sitter_c
+    import tree_sitter_cmake
+    import tree_sitter_cpp
+except ModuleNotFoundError as error:
+    if __name__ == "__main__":
+        sys.exit(f"error: no Python package {error.name}; {build.pip()}, or ./scripts/oracle, which makes {build.VENV}")
+    raise
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -438,13 +443,13 @@ def patch(tree: Path, root: Path = ROOT) -> list[Change]:
     """Puts the operator of `root` into a ggml or llama.cpp tree, whatever state the tree is in; returns what changed.
 
     A run that was killed is finished by the next one, or undone by `reverse`."""
-    with _alone(tree):
+    with _alone(checkout(tree)):
         return _apply(_plan(tree, root))
 
 
 def reverse(tree: Path, root: Path = ROOT) -> list[Change]:
     """Takes the operator out of a tree again, so that upstream's bytes are restored; returns what changed."""
-    with _alone(tree):
+    with _alone(checkout(tree)):
         return _apply(_plan(tree, root, remove=True))
 
 
@@ -475,7 +480,7 @@ def diff(tree: Path, root: Path = ROOT) -> str:
     """What `patch` would change, as a unified diff."""
     text = ""
     for change in _plan(tree, root):
-        name = change.path.relative_to(tree.resolve()).as_posix()
+        name = change.path.relative_to(checkout(tree)).as_posix()
         old, new = (_lines(b or b"") for b in (change.old, change.new))
         old_name, new_name = (
             "/dev/null" if b is None else p + name for p, b in (("a/", change.old), ("b/", change.new))
@@ -484,6 +489,13 @@ def diff(tree: Path, root: Path = ROOT) -> str:
             text += line.decode(errors="replace")
             text += "" if line.endswith(b"\n") else "\n\\ No newline at end of file\n"
     return text
+
+
+def checkout(tree: Path) -> Path:
+    """The whole tree, resolved: the llama.cpp checkout where its ggml folder is given, which is patched with it."""
+    tree = tree.resolve()
+    inside = tree.name == "ggml" and any((tree.parent / "src").glob("llama*.cpp"))
+    return tree.parent if inside else tree
 
 
 def ggml_root(tree: Path) -> Path:
@@ -521,7 +533,7 @@ def _read(path: Path) -> bytes | None:
 
 
 def _plan(tree: Path, root: Path, remove: bool = False) -> list[Change]:
-    tree = tree.resolve()
+    tree = checkout(tree)
     hooked, copied = _patched(tree)
     content: dict[str, bytes | None] = dict.fromkeys([*copied, MANIFEST])
 

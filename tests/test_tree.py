@@ -118,6 +118,19 @@ def test_patching_twice_changes_nothing(ggml: Path) -> None:
     assert files(ggml) == after
 
 
+@pytest.mark.parametrize(("there", "back"), [(".", "ggml"), ("ggml", ".")])
+@pytest.mark.parametrize("pristine", ["llama-cpp-python"], indirect=True)
+def test_the_ggml_folder_of_a_llama_checkout_stands_for_the_whole(
+    checkout: Path, pristine: Path, there: str, back: str
+) -> None:
+    tree.patch(checkout / there)
+    assert tree.check(checkout)
+    assert tree.check(checkout / "ggml")
+    assert not tree.diff(checkout / "ggml")
+    tree.reverse(checkout / back)
+    assert files(checkout) == files(pristine)
+
+
 def test_check_tells_patched_from_unpatched_and_from_outdated(ggml: Path) -> None:
     assert not tree.check(ggml)
     tree.patch(ggml)
