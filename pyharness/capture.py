@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 from gguf import quants
 
-from . import capture_file, cases, errors, reference
+from . import build, capture_file, cases, errors, reference
 from .capture_file import Capture
 from .cases import Case
 from .inputs import Inputs
@@ -46,8 +46,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="lm: next-token cross-entropy; pairs: embedding of paragraph 2i against those of 2i+1 and all others",
     )
     add("--layer", type=int, default=0, metavar="N", help="which attention, in the order they run; -1 is the last")
-    add("--tokens", type=int, metavar="N", help="cut sequences after N tokens")
-    add("--rows", type=int, metavar="N", help="keep the last N queries (of every key)")
+    add("--tokens", type=int, metavar="N", help="cut sequences after N tokens, 0 = none (default)")
+    add("--rows", type=int, metavar="N", help="keep the last N queries (of every key), 0 = all (default)")
     add("--kv-heads", metavar="LIST", help="keep these KV heads (as 0,2) and their query heads")
     add("--type-k", choices=TYPES, default="f32")
     add("--type-v", choices=TYPES, default="f32")
@@ -65,6 +65,8 @@ def run(args: argparse.Namespace) -> int:
         raise errors.Usage(f"{out}: a capture is written as GGUF", "end its name in .gguf")
     if out.exists() and not args.force:
         raise errors.Usage(f"{out} exists", "give another name, or --force")
+    if not out.parent.is_dir():
+        raise errors.Usage(f"{out}: there is no folder {out.parent}", "make it, or name another")
     kv_heads = _numbers(args.kv_heads) if args.kv_heads else None
     try:
         text = args.text.read_text(encoding="utf-8")
@@ -206,15 +208,18 @@ def _load(name: str, loss: str) -> tuple[Any, Any]:
         import torch
         import transformers
     except ImportError as error:
-        raise errors.Environment(f"capture needs {error.name}", "pip install -e '.[capture]'") from None
+        raise errors.Environment(f"capture needs {error.name}", build.pip("capture")) from None
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
     location = name
     if name.startswith("package:"):
         package, _, inside = name.removeprefix("package:").partition("/")
-        spec = importlib.util.find_spec(package)
+        try:
+            spec = importlib.util.find_spec(package)
+        except (ImportError, ValueError):  # of the folder that a dotted name begins with; of no name
+            spec = None
         if spec is None or not spec.submodule_search_locations:
-            raise errors.Environment(f"--model {name}: no Python package {package}", f"pip install --no-deps {package}")
+            raise errors.Environment(f"--model {name}: no Python package {package}", "install it")
         location = str(Path(spec.submodule_search_locations[0], inside))
     options: dict[str, Any] = {}
     if location.endswith(".gguf"):
@@ -224,14 +229,18 @@ def _load(name: str, loss: str) -> tuple[Any, Any]:
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(location, **options)
         model = auto.from_pretrained(location, dtype=torch.float32, **options)
-    except (OSError, ValueError, ImportError) as error:
+    except Exception as error:  # of one of the many kinds that its readers raise
         raise errors.Environment(f"--model {name}: {error}", "give a folder or file that transformers loads") from None
     return model.eval(), tokenizer
 
 
 def _lm(model: Any, tokenizer: Any, text: str, tokens: int | None) -> Any:
     """Mean next-token cross-entropy of the text."""
-    ids = tokenizer(text, return_tensors="pt")["input_ids"][:, :tokens]
+    ids = tokenizer(text, return_tensors="pt")["input_ids"][:, : tokens or None]
+    if ids.shape[1] < 2:
+        raise errors.Usage(
+            f"--loss lm: the text has {ids.shape[1]} tokens", "it needs 2, one to predict the other from"
+        )
     return model(input_ids=ids, labels=ids, use_cache=False).loss
 
 
@@ -247,7 +256,7 @@ def _pairs(model: Any, tokenizer: Any, text: str, tokens: int | None) -> Any:
         raise errors.Usage(
             f"--loss pairs: the text has {len(paragraphs)} paragraphs", "write an even number, at least 4"
         )
-    batch = tokenizer(paragraphs, return_tensors="pt", padding=True, truncation=tokens is not None, max_length=tokens)
+    batch = tokenizer(paragraphs, return_tensors="pt", padding=True, truncation=bool(tokens), max_length=tokens or None)
     states = model(**batch).last_hidden_state
     weights = batch["attention_mask"][..., None].to(states.dtype)
     embeddings = torch.nn.functional.normalize((states * weights).sum(1) / weights.sum(1), dim=-1)

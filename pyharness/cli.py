@@ -6,9 +6,11 @@ import argparse
 import importlib
 import os
 import sys
+import threading
 from collections.abc import Sequence
+from pathlib import Path
 
-from . import errors
+from . import build, errors
 
 VERBS = {
     "doctor": ("doctor", "what is built, which devices, which paths, what is missing and how to get it"),
@@ -38,6 +40,13 @@ examples:
   python -m pyharness support --output csv
 """
 
+FREE = ("seed", "layer")
+"""Numbers that may be negative."""
+AT_LEAST_1 = ("ctx", "examples", "jobs", "lanes", "repeat", "repeats", "steps", "stride")
+ABOVE_0 = ("ceiling_gbs", "ceiling_tflops", "lr", "timeout")
+AT_MOST = {"threads": 512, "timeout": threading.TIMEOUT_MAX}
+"""Bounds of all other numbers by the names of their options, 0 and up where nothing is said; threads are ggml's."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb; returns the exit code."""
@@ -54,16 +63,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("verb", choices=VERBS, metavar="VERB", help="one of the verbs above")
     verb = parser.parse_args(words[:1]).verb
 
-    module = importlib.import_module(f".{VERBS[verb][0]}", __package__)
-    verb_parser = argparse.ArgumentParser(
-        prog=f"python -m pyharness {verb}",
-        description=(module.__doc__ or VERBS[verb][1]).strip(),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    verb_parser.set_defaults(verb=verb)
-    module.add_arguments(verb_parser)
-    args = verb_parser.parse_args(words[1:])
     try:
+        module = importlib.import_module(f".{VERBS[verb][0]}", __package__)
+        verb_parser = argparse.ArgumentParser(
+            prog=f"python -m pyharness {verb}",
+            description=(module.__doc__ or VERBS[verb][1]).strip(),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        verb_parser.set_defaults(verb=verb)
+        module.add_arguments(verb_parser)
+        args = verb_parser.parse_args(words[1:])
+        _check(verb_parser, args)
         return int(module.run(args))
     except errors.Failure as failure:
         print(f"pyharness {verb}: {failure}", file=sys.stderr)
@@ -73,6 +83,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"pyharness {verb}: interrupted", file=sys.stderr)
         return errors.INTERRUPTED
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+    except ModuleNotFoundError as error:
+        if not error.name or error.name.partition(".")[0] == __package__:
+            raise
+        print(f"pyharness {verb}: no Python package {error.name}", file=sys.stderr)
+        print(f"  run . {build.VENV}/bin/activate, which ./scripts/oracle makes, or {build.pip()}", file=sys.stderr)
+        return errors.Environment.exit_code
+
+
+def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Refuse, before anything runs, numbers that no run can use and a folder that no receipt can be written to."""
+    for name, value in vars(args).items():
+        if type(value) in (int, float) and name not in FREE:
+            least = 1 if name in AT_LEAST_1 else 0
+            most = AT_MOST.get(name, sys.float_info.max)
+            if not least <= value <= most or (value == 0 and name in ABOVE_0):
+                bound = "above 0" if name in ABOVE_0 else f"at least {least}"
+                limit = f" and at most {most:g}" if name in AT_MOST else ""
+                parser.error(f"argument --{name.replace('_', '-')}: {value} must be {bound}{limit}")
+    folder = getattr(args, "receipts", None)
+    if isinstance(folder, Path) and not args.no_receipt:
+        existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+        if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+            raise errors.Environment(
+                f"cannot write a receipt below {folder}: {existing} is no folder that may be written to",
+                "--receipts DIR, or --no-receipt",
+            )

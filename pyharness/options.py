@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from . import cases, errors, ggml
+from . import capture_file, cases, errors, ggml
 
 OUTPUTS = ("console", "json", "csv", "md")
 
@@ -59,9 +59,16 @@ def output(parser: argparse.ArgumentParser) -> None:
 
 
 def select(args: argparse.Namespace) -> list[cases.Case]:
-    """The selected cases. Raises errors.Usage or errors.Empty."""
-    listed = cases.random_cases(args.random, args.seed) if args.random else cases.load(args.case_file)
-    return cases.select(listed, args.op, args.params)
+    """The selected cases, whose captures can all be read. Raises errors.Usage or errors.Empty."""
+    try:
+        listed = cases.random_cases(args.random, args.seed) if args.random else cases.load(args.case_file)
+    except UnicodeDecodeError:
+        raise errors.Usage(f"{args.case_file}: not text in UTF-8", f"a case list reads like {cases.CASES}") from None
+    selected = cases.select(listed, args.op, args.params)
+    for case in selected:
+        if case.capture:
+            capture_file.load(case)
+    return selected
 
 
 def library(args: argparse.Namespace) -> ggml.Library:
@@ -71,8 +78,8 @@ def library(args: argparse.Namespace) -> ggml.Library:
 
 def devices(args: argparse.Namespace, lib: ggml.Library) -> list[ggml.Device]:
     """The devices that the options name, all of them by default. Raises errors.Environment."""
-    if args.backend:
-        return [lib.device(name) for name in args.backend.split(",")]
+    if args.backend is not None:
+        return list(dict.fromkeys(lib.device(name) for name in args.backend.split(",")))
     found = lib.devices()
     if not found:
         raise errors.Environment(f"no device in {lib.directory}")

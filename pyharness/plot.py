@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from . import cases, errors, perf
+from . import build, cases, errors, perf
 from .statement import Document
 
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#F0E442", "#000000")  # Okabe and Ito
@@ -25,9 +25,12 @@ def draw(documents: Sequence[Document], directory: Path) -> list[Path]:
     try:
         import matplotlib as mpl
     except ImportError as e:
-        raise errors.Environment("plots need matplotlib", hint="pip install '.[plot]'") from e
+        raise errors.Environment("plots need matplotlib", build.pip("plot")) from e
     mpl.use("Agg")
-    directory.mkdir(parents=True, exist_ok=True)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise errors.Environment(f"cannot draw into {directory}: {e.strerror}", "give another folder") from e
     found: list[Path] = []
     for document in documents:
         body = document["predicate"]["receipt"]

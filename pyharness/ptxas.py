@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-from pyharness import digest, errors, tree
+from pyharness import build, digest, errors, tree
 from pyharness.digest import ROOT
 
 ARCHS = ("80", "89", "90a", "120a")
@@ -58,7 +58,7 @@ def find_nvcc() -> Path:
     for candidate in candidates:
         if candidate and Path(candidate).is_file():
             return Path(candidate)
-    raise errors.Environment("no nvcc", "install the CUDA toolkit or pip install '.[cuda]', or set CUDACXX")
+    raise errors.Environment("no nvcc", f"install the CUDA toolkit, or set CUDACXX, or {build.pip('cuda')}")
 
 
 def version(nvcc: Path) -> str:

@@ -43,8 +43,10 @@ def run(args: argparse.Namespace) -> int:
 
 def _case(name: str, capture: Capture) -> Case:
     """A capture as a case, the output given when the file has it."""
-    if set(name) & set(",()"):
-        raise errors.Usage(f"{name}: a case string cannot hold this path", "rename it without comma and parentheses")
+    if set(name) & set(",()") or not name.isprintable():  # what is no UTF-8 is not printable either
+        raise errors.Usage(
+            f"{name!r}: a case string cannot hold this path", "rename it: in UTF-8, without comma and parentheses"
+        )
     return Case(capture=name, o=int(capture.inputs.o is not None))
 
 

@@ -12,7 +12,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from . import errors, statement
+from . import build, errors, statement
 
 PAYLOAD_TYPE = "application/vnd.in-toto+json"
 
@@ -22,9 +22,7 @@ def _modules() -> tuple[Any, Any, Any]:
         from cryptography.hazmat.primitives import serialization
         from securesystemslib import dsse, signer
     except ImportError as e:
-        raise errors.Environment(
-            "signatures need securesystemslib and cryptography", hint="pip install '.[sign]'"
-        ) from e
+        raise errors.Environment("signatures need securesystemslib and cryptography", build.pip("sign")) from e
     return dsse, signer, serialization
 
 

@@ -29,6 +29,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print what the devices take; under --strict a refusal is a failure."""
+    if args.matrix and (
+        args.op or args.params or args.random or args.all or args.strict or args.output in ("json", "csv")
+    ):
+        raise errors.Usage(
+            "--matrix asks about shapes of its own and prints Markdown", "leave out all but -b and --libs"
+        )
     library = options.library(args)
     devices = options.devices(args, library)
     if args.matrix:

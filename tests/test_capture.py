@@ -5,19 +5,21 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import hashlib
+import os
 import random
 import re
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import gguf
 import numpy as np
 import numpy.typing as npt
 import pytest
 
-from pyharness import capture, capture_file, cases, cli, errors, ggml, oracle, quant, reference
+from pyharness import build, capture, capture_file, cases, cli, errors, ggml, oracle, quant, reference
 from pyharness.capture_file import Capture
 from pyharness.cases import Case
 from pyharness.inputs import Inputs
@@ -504,7 +506,30 @@ def test_replay_on_the_cpu(capsys: pytest.CaptureFixture[str]) -> None:
     assert f"{len(NAMES)} ok, 0 failed" in capsys.readouterr().out
 
 
+def test_replay_refuses_a_path_that_a_case_string_cannot_hold(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("a,b.gguf", os.fsdecode(b"gr\xfcn.gguf")):
+        file = tmp_path / name
+        file.write_bytes(capture_file.path("minilm-l0").read_bytes())
+        assert replayed(str(file)) == 2
+        assert "rename it" in capsys.readouterr().err
+
+
 # ---- capturing ----
+
+
+@pytest.mark.parametrize("package", ["", "no_such_package", "no_such_package.inside", "json.decoder"])
+def test_a_model_in_no_package_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], package: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch", MagicMock())
+    monkeypatch.setitem(sys.modules, "transformers", MagicMock())
+    monkeypatch.setattr(capture, "Recorder", MagicMock())
+    text = capture_file.DATA / "text" / "zen-of-python.txt"
+    words = ["capture", str(tmp_path / "a.gguf"), "--model", f"package:{package}/model", "--text", str(text)]
+    assert cli.main(words) == 3
+    assert "no Python package" in capsys.readouterr().err
 
 
 def test_capture_says_what_it_needs(
@@ -514,10 +539,12 @@ def test_capture_says_what_it_needs(
     arguments = ["capture", str(tmp_path / "a.gguf"), "--model", "m", "--text"]
     monkeypatch.setitem(sys.modules, "torch", None)
     assert cli.main([*arguments, str(text)]) == 3
-    assert "pip install -e '.[capture]'" in capsys.readouterr().err
+    assert build.pip("capture") in capsys.readouterr().err
     assert cli.main([*arguments, str(tmp_path / "nowhere.txt")]) == 2
     assert cli.main(["capture", "minilm-l0", "--model", "m", "--text", str(text)]) == 2
     assert "exists" in capsys.readouterr().err
+    assert cli.main(["capture", str(tmp_path / "no/a.gguf"), "--model", "m", "--text", str(text)]) == 2
+    assert "there is no folder" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 

@@ -282,3 +282,141 @@ def test_different_bits_in_repeats_fail_the_case(
     monkeypatch.setattr(ggml.Session, "result", changing)
     found = oracle.check(library, cpu, small(), 0, repeats=3)
     assert (found.status, found.reason) == ("failed", "3 different results in 3 runs")
+
+
+# ---- wrong input ----
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "oracle --threads -1",
+        "oracle --threads 513",
+        "oracle --repeat 0",
+        "oracle --timeout -1",
+        "oracle --timeout inf",
+        "oracle --timeout nan",
+        "oracle --random -1",
+        "grad --samples -1",
+        "perf --ceiling-tflops 0",
+        "perf --ceiling-gbs nan",
+        "perf --budget -1",
+        "receipt verify some.json --replay -1",
+        "train --steps 0",
+        "capture out.gguf --model m --text t --rows -1",
+    ],
+)
+def test_a_number_that_no_run_can_use_is_refused_before_anything_runs(
+    words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(words.split())
+    assert caught.value.code == errors.Usage.exit_code
+    option, number = words.split()[-2:]
+    said = capsys.readouterr().err
+    assert f"argument {option}: {float(number):g}" in said.replace(f"{number} must", f"{float(number):g} must")
+
+
+def test_a_seed_may_be_negative() -> None:
+    assert cli.main([*ORACLE, "-o", CASE, "--seed", "-1"]) == 0
+
+
+@pytest.mark.parametrize("verb", ["oracle", "perf"])
+def test_a_folder_that_takes_no_receipt_is_refused_before_the_run(
+    verb: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    assert cli.main([verb, "-o", CASE, "--receipts", str(tmp_path / "file/below")]) == errors.Environment.exit_code
+    out, err = capsys.readouterr()
+    assert not out
+    assert f"{tmp_path / 'file'} is no folder" in err
+    assert "--receipts DIR, or --no-receipt" in err
+
+
+@pytest.mark.parametrize("verb", ["oracle", "support", "list"])
+def test_a_case_whose_capture_cannot_be_read_is_exit_2(
+    verb: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "empty.gguf").write_bytes(b"")
+    case = f"FLASH_ATTN_BACK(capture={tmp_path / 'empty.gguf'})"
+    assert cli.main([verb, "-o", f"{CASE},{case}"]) == errors.Usage.exit_code
+    out, err = capsys.readouterr()
+    assert not out
+    assert "not a whole GGUF file" in err
+
+
+def test_a_case_file_that_is_no_text_is_exit_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "picture.png").write_bytes(b"\x89PNG\r\n\x1a\n")
+    assert cli.main(["list", "--case-file", str(tmp_path / "picture.png")]) == errors.Usage.exit_code
+    assert "picture.png: not text in UTF-8" in capsys.readouterr().err
+
+
+def test_a_device_that_is_named_twice_runs_once(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["oracle", "--no-receipt", "-b", "CPU,cpu", "-o", CASE]) == 0
+    assert "1 cases: 1 ok" in capsys.readouterr().out
+
+
+def test_a_device_without_a_name_is_exit_3(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["oracle", "--no-receipt", "-b", "", "-o", CASE]) == errors.Environment.exit_code
+    assert "devices: CPU" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("more", [["-p", "sinks=1"], ["--output", "json"], ["--all"], ["--strict"], ["--random", "3"]])
+def test_the_matrix_takes_no_filter_that_it_would_ignore(more: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["support", "--matrix", *more]) == errors.Usage.exit_code
+    assert "leave out all but" in capsys.readouterr().err
+
+
+# ---- the process ----
+
+
+def test_a_missing_package_is_named_with_what_to_do() -> None:
+    program = "import sys; sys.modules['gguf'] = None; from pyharness import cli; sys.exit(cli.main())"
+    done = process("list", program=program)
+    assert done.returncode == errors.Environment.exit_code
+    assert "no Python package gguf" in done.stderr
+    assert "bin/activate" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def piped(*words: str, stdout: str) -> subprocess.CompletedProcess[str]:
+    """The command line with its standard output closed, full, or read by nobody."""
+    redirect = {"closed": ">&-", "full": ">/dev/full", "unread": "| true"}[stdout]
+    command = f'set -o pipefail; "$0" -m pyharness "$@" {redirect}'
+    run = ["bash", "-c", command, sys.executable, *words]
+    return subprocess.run(run, stderr=subprocess.PIPE, text=True, cwd=ggml.ROOT, check=False)
+
+
+@pytest.mark.parametrize(("stdout", "code"), [("closed", 0), ("unread", 0), ("full", 3)])
+def test_a_run_whose_output_nobody_takes_still_leaves_its_receipt(tmp_path: Path, stdout: str, code: int) -> None:
+    done = piped("oracle", "-b", "CPU", "-o", CASE, "--receipts", str(tmp_path), stdout=stdout)
+    assert done.returncode == code, done.stderr
+    assert len(list(tmp_path.glob("*.json"))) == 1
+    assert "Traceback" not in done.stderr
+    assert ("standard output is not whole: No space left on device" in done.stderr) == (stdout == "full")
+
+
+def test_a_verdict_that_nobody_reads_is_still_the_exit_code(tmp_path: Path) -> None:
+    (tmp_path / "broken.json").write_text("{}")
+    assert piped("receipt", "verify", str(tmp_path / "broken.json"), stdout="unread").returncode == 4
+
+
+def test_text_that_the_terminal_cannot_show_does_not_end_a_run(tmp_path: Path) -> None:
+    done = process("receipt", "verify", str(tmp_path / "gr\xfcn.json"), LC_ALL="POSIX", PYTHONIOENCODING="ascii")
+    assert done.returncode == errors.Usage.exit_code
+    assert "gr\\xfcn.json: No such file" in done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_that_ends_the_run_leaves_a_partial_receipt(tmp_path: Path, number: signal.Signals) -> None:
+    command = [sys.executable, "-m", "pyharness", "oracle", "-o", f"{CASE},{LONG}", "--receipts", str(tmp_path)]
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment, cwd=ggml.ROOT) as running:
+        assert running.stdout
+        assert CASE in running.stdout.readline()
+        time.sleep(0.5)
+        running.send_signal(number)
+        running.communicate(timeout=60)
+    assert running.returncode == errors.INTERRUPTED
+    (receipt,) = tmp_path.glob("*.json")
+    assert '"partial":true' in receipt.read_text()
