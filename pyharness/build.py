@@ -94,7 +94,8 @@ def install(*extras: str) -> None:
     if not whole:
         shutil.rmtree(VENV, ignore_errors=True)
         hint = "Python's venv module is missing or broken (Debian: apt install python3-venv)"
-        _step("virtual environment", [sys.executable, "-m", "venv", str(VENV)], hint)
+        base = getattr(sys, "_base_executable", sys.executable)  # this one may just have been deleted
+        _step("virtual environment", [base, "-m", "venv", str(VENV)], hint)
     hint = "check the network and pip's settings (`pip config list`; PIP_INDEX_URL, HTTPS_PROXY, PIP_CERT are honoured)"
     pip = [str(PYTHON), "-m", "pip", "install", "--disable-pip-version-check", "--quiet", "--editable"]
     _step("Python packages", [*pip, f"{ROOT}[{','.join(extras)}]" if extras else str(ROOT)], hint)

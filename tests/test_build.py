@@ -212,6 +212,39 @@ def test_script_without_python_says_so(name: str) -> None:
     assert f"scripts/{name}: no no-such-python; install Python 3.10" in done.stderr
 
 
+@pytest.mark.parametrize("name", ["oracle", "test", "gpu-check", "train-demo"])
+def test_script_is_found_through_a_symbolic_link(tmp_path: Path, name: str) -> None:
+    link = tmp_path / name
+    link.symlink_to(ROOT / "scripts" / name)
+    done = subprocess.run([link], env=os.environ | {"PYTHON": "no-such-python"}, capture_output=True, text=True)
+    assert done.returncode == 3
+    assert "no no-such-python; install Python 3.10" in done.stderr
+
+
+@pytest.mark.parametrize("name", ["gpu-check", "train-demo"])
+def test_script_without_wheels_says_so(tmp_path: Path, name: str) -> None:
+    for words in ([], [str(tmp_path)]):
+        done = script(name, "--wheels", *words)
+        assert done.returncode == 2
+        assert f"scripts/{name}: --wheels: no .whl files in" in done.stderr
+
+
+def test_set_up_by_the_python_of_a_moved_environment_makes_a_new_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps: list[list[str]] = []
+    monkeypatch.setattr(build, "VENV", tmp_path / "venv")
+    monkeypatch.setattr(build, "PYTHON", tmp_path / "venv/bin/python")
+    monkeypatch.setattr(build, "_step", lambda _, command, __: steps.append(command))
+    build.PYTHON.parent.mkdir(parents=True)
+    build.PYTHON.write_text("")
+    (build.VENV / "bin/activate").write_text("VIRTUAL_ENV=/elsewhere")
+    monkeypatch.setattr(sys, "executable", str(build.PYTHON))
+    with pytest.raises(FileNotFoundError):  # nothing made the folder of the stamp
+        build.install()
+    assert Path(steps[0][0]).exists()
+
+
 def test_script_without_a_compiler_says_so() -> None:
     done = script("oracle", CXX="no-such-compiler")
     assert done.returncode == 3
