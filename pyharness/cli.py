@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
 import os
 import sys
@@ -104,8 +105,9 @@ def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     folder = getattr(args, "receipts", None)
     if isinstance(folder, Path) and not args.no_receipt:
         existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-        if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-            raise errors.Environment(
-                f"cannot write a receipt below {folder}: {existing} is no folder that may be written to",
-                "--receipts DIR, or --no-receipt",
-            )
+        wrong = (
+            errno.ENOTDIR if not existing.is_dir() else 0 if os.access(existing, os.W_OK | os.X_OK) else errno.EACCES
+        )
+        if wrong:
+            why = f"cannot write a receipt below {folder}: {os.strerror(wrong)}"
+            raise errors.Environment(why, "--receipts DIR, or --no-receipt")

@@ -26,6 +26,11 @@ def _modules() -> tuple[Any, Any, Any]:
     return dsse, signer, serialization
 
 
+def _expect_ed25519(key: Any) -> None:
+    if key.keytype != "ed25519":
+        raise ValueError(f"it is of type {key.keytype}")
+
+
 def envelope_path(receipt: Path) -> Path:
     """Where the signature of a receipt lies."""
     return receipt.with_name(receipt.stem + ".dsse.json")
@@ -37,6 +42,7 @@ def sign(receipt: Path, key: Path) -> Path:
     try:
         private = serialization.load_pem_private_key(key.read_bytes(), password=None)
         crypto = signer.CryptoSigner(private)
+        _expect_ed25519(crypto.public_key)
     except Exception as e:  # no file, or one of several kinds that cryptography raises for what is no such key
         raise errors.Usage(f"{key}: not a readable ed25519 private key in PEM form: {e}") from e
     envelope = dsse.Envelope(receipt.read_bytes(), PAYLOAD_TYPE, {})
@@ -51,6 +57,7 @@ def check(receipt: Path, key: Path) -> str:
     dsse, signer, serialization = _modules()
     try:
         public = signer.SSlibKey.from_crypto(serialization.load_pem_public_key(key.read_bytes()))
+        _expect_ed25519(public)
     except Exception as e:  # as above
         raise errors.Usage(f"{key}: not a readable ed25519 public key in PEM form: {e}") from e
     path = envelope_path(receipt)

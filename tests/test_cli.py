@@ -329,7 +329,7 @@ def test_a_folder_that_takes_no_receipt_is_refused_before_the_run(
     assert cli.main([verb, "-o", CASE, "--receipts", str(tmp_path / "file/below")]) == errors.Environment.exit_code
     out, err = capsys.readouterr()
     assert not out
-    assert f"{tmp_path / 'file'} is no folder" in err
+    assert "below: Not a directory" in err
     assert "--receipts DIR, or --no-receipt" in err
 
 

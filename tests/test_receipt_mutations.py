@@ -193,6 +193,17 @@ def test_keys_of_a_kind_that_nobody_knows(world: World, tmp_path: Path) -> None:
         signing.sign(world.oracle, private)
 
 
+def test_keys_of_another_kind(world: World, tmp_path: Path) -> None:
+    from cryptography.hazmat.primitives.asymmetric import rsa
+
+    private, public = keypair(tmp_path / "theirs", rsa.generate_private_key(65537, 2048))
+    with pytest.raises(errors.Usage, match="not a readable ed25519 private key in PEM form: it is of type rsa"):
+        signing.sign(world.oracle, private)
+    with pytest.raises(errors.Usage, match="not a readable ed25519 public key in PEM form: it is of type rsa"):
+        signing.check(world.oracle, public)
+    assert not signing.envelope_path(world.oracle).exists()
+
+
 def test_a_signature_of_other_bytes(world: World, tmp_path: Path) -> None:
     private, public = keypair(tmp_path / "ours")
     signing.sign(world.oracle, private)
@@ -333,12 +344,12 @@ def test_two_trainings_that_differ(training: Path) -> None:
     assert list(lines) == ["train    lr: 0.0003 -> 0.001"]
 
 
-def keypair(stem: Path) -> tuple[Path, Path]:
-    """An ed25519 key pair as PEM files."""
+def keypair(stem: Path, key: Any = None) -> tuple[Path, Path]:
+    """A key pair as PEM files, a new one of ed25519 by default."""
     from cryptography.hazmat.primitives import serialization as s
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-    key = Ed25519PrivateKey.generate()
+    key = key or Ed25519PrivateKey.generate()
     private, public = stem.with_suffix(".pem"), stem.with_suffix(".pub.pem")
     private.write_bytes(key.private_bytes(s.Encoding.PEM, s.PrivateFormat.PKCS8, s.NoEncryption()))
     public.write_bytes(key.public_key().public_bytes(s.Encoding.PEM, s.PublicFormat.SubjectPublicKeyInfo))
