@@ -84,6 +84,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"pyharness {verb}: interrupted", file=sys.stderr)
         return errors.INTERRUPTED
+    except OSError as error:  # what no module foresaw: a program or a folder that is not there, a full disk
+        print(f"pyharness {verb}: {error}", file=sys.stderr)
+        return errors.Environment.exit_code
     except ModuleNotFoundError as error:
         if not error.name or error.name.partition(".")[0] == __package__:
             raise

@@ -367,6 +367,13 @@ def test_the_matrix_takes_no_filter_that_it_would_ignore(more: list[str], capsys
     assert "leave out all but" in capsys.readouterr().err
 
 
+def test_an_error_of_the_system_is_told_in_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("")
+    words = ["train", "--no-receipt", "--libs", str(tmp_path), "--out", str(tmp_path / "file")]
+    assert cli.main(words) == errors.Environment.exit_code
+    assert f"File exists: '{tmp_path / 'file'}'" in capsys.readouterr().err
+
+
 # ---- the process ----
 
 
