@@ -72,8 +72,16 @@ def select(args: argparse.Namespace) -> list[cases.Case]:
 
 
 def library(args: argparse.Namespace) -> ggml.Library:
-    """The libraries that the options name. Raises errors.Environment."""
-    return ggml.Library.open(args.libs, args.preset)
+    """The libraries that the options name, all of one folder. Raises errors.Environment."""
+    library = ggml.Library.open(args.libs, args.preset)
+    inside = {path.resolve() for path in library.directory.glob("libggml*")}
+    for path in library.mapped():
+        if path not in inside:  # a library names the folder that it was built in
+            raise errors.Environment(
+                f"{library.directory} has no {path.name}; the loader took {path}",
+                "put all libraries of one build into the folder",
+            )
+    return library
 
 
 def devices(args: argparse.Namespace, lib: ggml.Library) -> list[ggml.Device]:

@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -365,6 +366,16 @@ def test_a_device_without_a_name_is_exit_3(capsys: pytest.CaptureFixture[str]) -
 def test_the_matrix_takes_no_filter_that_it_would_ignore(more: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["support", "--matrix", *more]) == errors.Usage.exit_code
     assert "leave out all but" in capsys.readouterr().err
+
+
+def test_libraries_of_two_folders_are_refused(library: ggml.Library, tmp_path: Path) -> None:
+    libs = Path(shutil.copytree(library.directory, tmp_path / "libs", symlinks=True))
+    for path in libs.glob("libggml-cpu*"):
+        path.unlink()
+    done = process(*ORACLE, "-o", CASE, "--libs", str(libs))
+    assert done.returncode == errors.Environment.exit_code
+    assert f"{libs} has no libggml-cpu.so" in done.stderr
+    assert "put all libraries of one build into the folder" in done.stderr
 
 
 def test_an_error_of_the_system_is_told_in_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
