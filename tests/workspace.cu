@@ -2,7 +2,6 @@
 // in: Dk Dv N M H Hkv S mask softcap sinks grads kv_first kv_count precise arch multiprocessors limit
 // out: bytes of mma's workspace and of its smallest, then of hopper's (0 0: not its head size) and the ranges of keys whose dS it keeps
 #include "ggml-cuda/common.cuh"
-#define __reduce_or_sync(mask, x) (x) // from compute capability 8.0 on
 #include "ggml-cuda/fattn-back-hopper-run.cuh"
 #include "ggml-cuda/fattn-back-mma-host.cuh"
 

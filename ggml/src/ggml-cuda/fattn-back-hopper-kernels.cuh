@@ -19,11 +19,10 @@
 // With head size 256 A and B do not fit the registers: queries runs once for LSE and D, and dQ is formed by queries again, or by dq
 // where there are few queries and many keys. Then all operands are there for a range of keys at a time.
 
-#include "fattn-back-common.cuh"
+#include "fattn-back-prep.cuh"
 #include "fattn-back-hopper-ptx.cuh"
 
-#define FATTN_BACK_HOPPER_ROWS  64 // rows of a tile
-#define FATTN_BACK_HOPPER_MAX_D 256
+#define FATTN_BACK_HOPPER_ROWS 64 // rows of a tile
 
 #define FATTN_BACK_HOPPER_SHIFT_P 8 // P is an operand times 2^8; with |dP| <= 2^8 dS stays finite
 #define FATTN_BACK_HOPPER_SHIFT_E 2 // E likewise
@@ -53,9 +52,7 @@ struct fattn_back_hopper_params {
     int band_q; // heads, units of a band
     int band_k;
 
-    uint8_t * tiles; // [mask_nseqs][mask_nheads][QT][KT], NULL without a mask
-    uint64_t * seen;  // [mask_nseqs][mask_nheads][QT][KT] bits: keys of the tile that some row sees
-    uint64_t * used;  // [mask_nseqs][mask_groups][KT] keys that some row sees
+    fattn_back_mask_table mask; // QT query tiles, KT key tiles
 
     int nparts;        // of the statistics of the operands
     float * colparts; // [units][2][nparts][3*256 + 1] sums, minima, maxima of K's and V's columns, number of keys
@@ -92,12 +89,10 @@ static __device__ __forceinline__ void fattn_back_hopper_note(const fattn_back_h
 
 static __device__ __forceinline__ uint32_t fattn_back_hopper_get_tile(
     const fattn_back_hopper_params & p, const int lhead, const int qt, const int kt) {
-    if (p.tiles == nullptr) {
+    if (p.mask.tiles == nullptr) {
         return kt == p.KT - 1 && p.a.M % FATTN_BACK_HOPPER_ROWS != 0 ? FATTN_BACK_TILE_MIXED : FATTN_BACK_TILE_FULL;
     }
-    const int h = fattn_back_hopper_head(p, lhead) % p.a.mask_nheads;
-    const int s = fattn_back_hopper_seq(p, lhead) % p.a.mask_nseqs;
-    return p.tiles[(((int64_t) s * p.a.mask_nheads + h) * p.QT + qt) * p.KT + kt];
+    return p.mask.row(p.a, fattn_back_hopper_head(p, lhead), fattn_back_hopper_seq(p, lhead), qt)[kt];
 }
 
 // first key tile of keys: of the window, or of those in the workspace
@@ -436,7 +431,7 @@ static __device__ __forceinline__ void fattn_back_hopper_store_dq(const fattn_ba
     if (p.a.sinks != nullptr && p.a.sinks[h] != -INFINITY && p.kt0 == 0) {
         sink = p.a.scale * p.a.D[row] * hopper_exp2((p.a.sinks[h] - p.a.LSE[row]) * FATTN_BACK_HOPPER_LOG2E);
     }
-    const float * mean = p.mean_k + (int64_t) (p.unit0 + lhead / p.a.G) * FATTN_BACK_HOPPER_MAX_D + col;
+    const float * mean = p.mean_k + (int64_t) (p.unit0 + lhead / p.a.G) * FATTN_BACK_PREP_MAX_D + col;
     float * dst        = p.a.dQ + row * D + col;
 #pragma unroll
     for (int j = 0; j < R / 4; ++j) {

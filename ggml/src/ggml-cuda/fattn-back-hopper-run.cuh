@@ -29,14 +29,9 @@ static size_t fattn_back_hopper_layout(
     };
     const int64_t heads = (int64_t) units * p.a.G;
     const int64_t total = (int64_t) p.a.S * p.a.Hkv;
-    if (p.a.mask != nullptr) {
-        const int64_t n = (int64_t) p.a.mask_nseqs * p.a.mask_nheads * p.QT * p.KT;
-        take(p.tiles, n);
-        take(p.seen, n);
-        take(p.used, (int64_t) p.a.mask_nseqs * p.a.mask_groups() * p.KT);
-    }
-    take(p.mean_k, total * FATTN_BACK_HOPPER_MAX_D);
-    take(p.mean_v, total * FATTN_BACK_HOPPER_MAX_D);
+    p.mask.layout(p.a, p.QT, p.KT, take);
+    take(p.mean_k, total * FATTN_BACK_PREP_MAX_D);
+    take(p.mean_v, total * FATTN_BACK_PREP_MAX_D);
     take(p.scale, total);
     take(p.large, total);
     take(p.rowparts, heads * p.QT);
@@ -148,7 +143,7 @@ static fattn_back_hopper_plan fattn_back_hopper_make_plan(
     plan.units[1]           = units(true, limit);
     const size_t size_split = size(plan.units[1], true);
     const size_t room       = std::max(limit, size_split);
-    if (args.Dk == FATTN_BACK_HOPPER_MAX_D && !always_split) {
+    if (args.Dk == FATTN_BACK_PREP_MAX_D && !always_split) {
         fattn_back_hopper_plan_ranges(plan, room, nsm);
     } else {
         plan.units[0] = units(false, room);
@@ -230,20 +225,20 @@ static void fattn_back_hopper_dq(const fattn_back_hopper_params & p, cudaStream_
 template <int D, bool split>
 static void fattn_back_hopper_convert(const fattn_back_hopper_params & p, const bool with_rows, cudaStream_t stream) {
     const dim3 tiles(with_rows ? std::max(p.kts, p.QT) : p.kts, (with_rows ? 2 + p.a.G : 2) * p.units);
-    flash_attn_back_hopper_convert<D, split><<<tiles, FATTN_BACK_HOPPER_PREP_THREADS, 0, stream>>>(p);
+    flash_attn_back_hopper_convert<D, split><<<tiles, FATTN_BACK_PREP_THREADS, 0, stream>>>(p);
     CUDA_CHECK(cudaGetLastError());
 }
 
 template <int D, bool split>
 static void fattn_back_hopper_prep(const fattn_back_hopper_params & p, cudaStream_t stream) {
-    const int n = FATTN_BACK_HOPPER_PREP_THREADS;
     if constexpr (!split) {
-        flash_attn_back_hopper_columns<D><<<dim3(p.nparts, p.units, 2), n, 0, stream>>>(p);
-        flash_attn_back_hopper_means<<<dim3(p.units, 2), 4 * FATTN_BACK_HOPPER_MAX_D, 0, stream>>>(p, D);
+        ggml_cuda_flash_attn_back_columns(p.a, p.mask, p.unit0, p.units, p.nparts, p.colparts, stream);
+        flash_attn_back_hopper_means<<<dim3(p.units, 2), FATTN_BACK_PREP_MEAN_THREADS, 0, stream>>>(p, D);
     }
     fattn_back_hopper_convert<D, split>(p, true, stream);
     if constexpr (!split) {
-        flash_attn_back_hopper_rescale<D><<<dim3(std::min(p.QT, FATTN_BACK_HOPPER_FEW), p.a.G * p.units), n, 0, stream>>>(p);
+        const dim3 few(std::min(p.QT, FATTN_BACK_HOPPER_FEW), p.a.G * p.units);
+        flash_attn_back_hopper_rescale<D><<<few, FATTN_BACK_PREP_THREADS, 0, stream>>>(p);
     }
     CUDA_CHECK(cudaGetLastError());
 }
@@ -252,7 +247,7 @@ static void fattn_back_hopper_prep(const fattn_back_hopper_params & p, cudaStrea
 template <int D, bool split>
 static void fattn_back_hopper_main(const fattn_back_hopper_params & p, cudaStream_t stream) {
     const bool has_keys = fattn_back_hopper_window(p) > 0;
-    if constexpr (D == FATTN_BACK_HOPPER_MAX_D) {
+    if constexpr (D == FATTN_BACK_PREP_MAX_D) {
         static_assert(split, "without the split in ranges of keys");
         fattn_back_hopper_queries<D, 1, 1, 2, 240, FATTN_BACK_HOPPER_STATS, false, true>(p, stream);
         if (p.a.dQ != nullptr) {
@@ -325,12 +320,8 @@ static void fattn_back_hopper_passes(const fattn_back_hopper_plan & plan, char *
     const int total            = p.a.S * p.a.Hkv;
     for (int split = 0; split < 2; ++split) {
         fattn_back_hopper_layout(p, workspace, plan.units[split], split != 0 ? p.KT : plan.kts_stats, split != 0, 0);
-        if (split == 0 && p.a.mask != nullptr) {
-            constexpr int n = FATTN_BACK_HOPPER_MASK_TILES;
-            const dim3 grid((p.KT + n - 1) / n, p.QT, p.a.mask_nheads * p.a.mask_nseqs);
-            flash_attn_back_hopper_mask_tiles<<<grid, FATTN_BACK_HOPPER_PREP_THREADS, 0, stream>>>(p);
-            flash_attn_back_hopper_mask_used<<<dim3(p.KT, p.a.mask_nseqs * p.a.mask_groups()), 32, 0, stream>>>(p);
-            CUDA_CHECK(cudaGetLastError());
+        if (split == 0) {
+            ggml_cuda_flash_attn_back_mask_table(p.a, p.mask, stream);
         }
         for (p.unit0 = 0; p.unit0 < total; p.unit0 += p.units) {
             p.units = std::min(plan.units[split], total - p.unit0);
@@ -341,7 +332,7 @@ static void fattn_back_hopper_passes(const fattn_back_hopper_plan & plan, char *
             } else if (plan.always_split) {
                 fattn_back_hopper_prep<D, false>(p, stream);
                 CUDA_CHECK(cudaMemsetAsync(p.large + p.unit0, 0x7F, p.units * sizeof(*p.large), stream));
-            } else if constexpr (D == FATTN_BACK_HOPPER_MAX_D) {
+            } else if constexpr (D == FATTN_BACK_PREP_MAX_D) {
                 fattn_back_hopper_layout(p, workspace, plan.units[0], plan.kts_stats, false, 0);
                 fattn_back_hopper_stats<D>(p, stream);
                 if (plan.kts_ds > 0) {
@@ -356,10 +347,7 @@ static void fattn_back_hopper_passes(const fattn_back_hopper_plan & plan, char *
             }
         }
     }
-    if (p.a.dSinks != nullptr) {
-        flash_attn_back_hopper_sinks<<<p.a.H, FATTN_BACK_HOPPER_PREP_THREADS, 0, stream>>>(p);
-        CUDA_CHECK(cudaGetLastError());
-    }
+    ggml_cuda_flash_attn_back_sinks(p.a, stream);
 }
 
 static void fattn_back_hopper_run(const fattn_back_hopper_plan & plan, char * workspace, cudaStream_t stream) {

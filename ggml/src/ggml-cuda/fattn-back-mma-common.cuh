@@ -15,14 +15,13 @@
 // Pairs of a (block, key tile) are 64x128, stored as 8x8 matrices of 128 contiguous bytes: what a warp writes from accumulators
 // is coalesced, and both the matrix and its transpose are operands through ldmatrix without bank conflicts.
 
-#include "fattn-back-common.cuh"
+#include "fattn-back-prep.cuh"
 #include "mma.cuh"
 
 #define FATTN_BACK_MMA_ROWS    64 // queries of a row block
 #define FATTN_BACK_MMA_KEYS    128 // keys of a key tile
 #define FATTN_BACK_MMA_GRANULE 64 // keys that share a row's maximum
 #define FATTN_BACK_MMA_PAIRS   (FATTN_BACK_MMA_ROWS * FATTN_BACK_MMA_KEYS)
-#define FATTN_BACK_MMA_MAX_D   256
 
 #define FATTN_BACK_MMA_SHIFT_E 4 // exp2(S - m) is stored times 2^4
 #define FATTN_BACK_MMA_SHIFT_P 12 // P is an operand times 2^12
@@ -40,13 +39,9 @@ struct fattn_back_mma_params {
     int QB; // query blocks
     int RB; // row blocks of a unit, even, the last one may have no queries
     int KT; // key tiles
+    fattn_back_mask_table mask; // QB query tiles, 2*KT key tiles: granules
     bool rank1;     // dQ has the term R_i * mean(K): sinks or softcap
     bool split_all; // every tile's S from split operands
-
-    // of the mask
-    uint8_t * tiles; // [mask_nseqs][mask_nheads][QB][2*KT] of granules of keys, NULL without a mask
-    uint32_t * seen; // [mask_nseqs][mask_nheads][QB][128*KT/32] keys that some row of the query block sees, as bits
-    uint8_t * used;  // [mask_nseqs][mask_groups][128*KT] keys that some row sees
 
     // group of units whose operands are in the workspace
     int unit0;
@@ -162,11 +157,8 @@ struct fattn_back_mma_tile_row {
         const int qb = b / p.a.G;
         tiles        = nullptr;
         M            = qb < p.QB ? p.a.M : 0;
-        if (qb < p.QB && p.tiles != nullptr) {
-            const int h        = (unit % p.a.Hkv) * p.a.G + b % p.a.G;
-            const int s        = unit / p.a.Hkv;
-            const int64_t mask = (s % p.a.mask_nseqs) * p.a.mask_nheads + h % p.a.mask_nheads;
-            tiles              = p.tiles + (mask * p.QB + qb) * 2 * p.KT;
+        if (qb < p.QB && p.mask.tiles != nullptr) {
+            tiles = p.mask.row(p.a, (unit % p.a.Hkv) * p.a.G + b % p.a.G, unit / p.a.Hkv, qb);
         }
     }
 

@@ -920,7 +920,7 @@ static __global__ void __launch_bounds__(FATTN_BACK_FUSED_WARPS * WARP_SIZE, 1) 
                             x.x = acc_s[mi][ni][2 * r + 0] * factor + acc_p[mi][ni][2 * r + 0] * fb;
                             x.y = acc_s[mi][ni][2 * r + 1] * factor + acc_p[mi][ni][2 * r + 1] * fb;
                             if (p.rank1) {
-                                const float * mean = p.mean_k + lunit * FATTN_BACK_MMA_MAX_D + ni * 8 + c2;
+                                const float * mean = p.mean_k + lunit * FATTN_BACK_PREP_MAX_D + ni * 8 + c2;
                                 x.x += p.a.scale * R * mean[0];
                                 x.y += p.a.scale * R * mean[1];
                             }

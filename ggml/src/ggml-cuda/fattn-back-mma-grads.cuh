@@ -379,7 +379,7 @@ static __device__ __forceinline__ void fattn_back_grads_tile(
             if (is_q && p.rank1) {
 #pragma unroll
                 for (int ni = 0; ni < ncw / 8; ++ni) {
-                    const float * mean = p.mean_k + lunit * FATTN_BACK_MMA_MAX_D + wn * ncw + ni * 8 + c2;
+                    const float * mean = p.mean_k + lunit * FATTN_BACK_PREP_MAX_D + wn * ncw + ni * 8 + c2;
                     acc[mi][ni][2 * l + 0] += R * mean[0];
                     acc[mi][ni][2 * l + 1] += R * mean[1];
                 }

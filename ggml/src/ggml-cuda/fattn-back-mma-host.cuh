@@ -2,35 +2,12 @@
 
 // How the mma path of FLASH_ATTN_BACK cuts a node into launches, and its workspace.
 
-#include "fattn-back-prep.cuh"
+#include "fattn-back-mma-prep.cuh"
 #include "fattn-back-mma-scores.cuh"
 #include "fattn-back-mma-grads.cuh"
 #include "fattn-back-mma-fused.cuh"
 
 #include <algorithm>
-
-// dSinks. Grid: heads.
-static __global__ void __launch_bounds__(256) flash_attn_back_mma_dsinks(const fattn_back_args args) {
-    const int h      = blockIdx.x;
-    const float sink = args.sinks[h];
-    float sum        = 0.0f;
-    for (int64_t i = threadIdx.x; i < (int64_t) args.S * args.N; i += 256) {
-        const int64_t row = args.row(i % args.N, h, i / args.N);
-        sum -= args.D[row] != 0.0f ? expf(sink - args.LSE[row]) * args.D[row] : 0.0f; // LSE may be as infinite as the sink
-    }
-    __shared__ float red[256];
-    red[threadIdx.x] = sum;
-    __syncthreads();
-    for (int n = 128; n > 0; n /= 2) {
-        if (threadIdx.x < n) {
-            red[threadIdx.x] += red[threadIdx.x + n];
-        }
-        __syncthreads();
-    }
-    if (threadIdx.x == 0) {
-        args.dSinks[h] = red[0];
-    }
-}
 
 // instances of the kernels; a node takes the first that its head sizes fit
 #define FATTN_BACK_MMA_CASES(F) F(64, 64) F(80, 80) F(96, 96) F(112, 112) F(128, 128) F(192, 128) F(256, 256)
@@ -88,16 +65,11 @@ static size_t fattn_back_mma_layout(fattn_back_mma_plan & plan, char * base) {
         ptr = (std::remove_reference_t<decltype(ptr)>) (base + nbytes);
         nbytes += GGML_PAD(n * sizeof(*ptr), 256);
     };
-    if (p.a.mask != nullptr) {
-        const int64_t nqb = (int64_t) p.a.mask_nheads * p.a.mask_nseqs * p.QB;
-        take(p.tiles, nqb * 2 * p.KT);
-        take(p.seen, nqb * p.keys() / 32);
-        take(p.used, p.a.mask_nseqs * p.a.mask_groups() * p.keys());
-    }
+    p.mask.layout(p.a, p.QB, 2 * p.KT, take);
 
     const int64_t units = plan.max_units;
     for (float ** ptr : { &p.mean_k, &p.mean_v }) {
-        take(*ptr, units * FATTN_BACK_MMA_MAX_D);
+        take(*ptr, units * FATTN_BACK_PREP_MAX_D);
     }
     take(p.exp_k, units);
     take(p.exp_v, units);
@@ -301,22 +273,14 @@ static void fattn_back_mma_run(fattn_back_mma_plan & plan, char * workspace, cud
     fattn_back_mma_layout(plan, workspace);
 
     const bool softcap = p.a.logit_softcap != 0.0f;
-    if (p.a.mask != nullptr) {
-        const dim3 grid(2 * p.KT, p.QB, p.a.mask_nheads * p.a.mask_nseqs);
-        flash_attn_back_mask_tiles<<<grid, FATTN_BACK_MMA_GRANULE, 0, stream>>>(p);
-        CUDA_CHECK(cudaGetLastError());
-        const dim3 grid_used((p.keys() + FATTN_BACK_PREP_THREADS - 1) / FATTN_BACK_PREP_THREADS, p.a.mask_nseqs * p.a.mask_groups());
-        flash_attn_back_mask_used<<<grid_used, FATTN_BACK_PREP_THREADS, 0, stream>>>(p);
-        CUDA_CHECK(cudaGetLastError());
-    }
+    ggml_cuda_flash_attn_back_mask_table(p.a, p.mask, stream);
 
     const int units = p.a.S * p.a.Hkv;
     for (p.unit0 = 0; p.unit0 < units; p.unit0 += plan.max_units) {
         p.units = std::min(plan.max_units, units - p.unit0);
 
-        flash_attn_back_column_parts<<<dim3(p.nparts, p.units, 2), FATTN_BACK_PREP_THREADS, 0, stream>>>(p);
-        CUDA_CHECK(cudaGetLastError());
-        flash_attn_back_column_means<<<dim3(p.units, 2), FATTN_BACK_PREP_MEANS_GROUPS * FATTN_BACK_MMA_MAX_D, 0, stream>>>(p);
+        ggml_cuda_flash_attn_back_columns(p.a, p.mask, p.unit0, p.units, p.nparts, p.colparts, stream);
+        flash_attn_back_column_means<<<dim3(p.units, 2), FATTN_BACK_PREP_MEAN_THREADS, 0, stream>>>(p);
         CUDA_CHECK(cudaGetLastError());
         const int64_t nkv = p.keys() * (std::max(p.Pk, p.Pv) / 8);
         flash_attn_back_convert_kv<<<dim3((nkv + FATTN_BACK_PREP_THREADS - 1) / FATTN_BACK_PREP_THREADS, p.units, 2), FATTN_BACK_PREP_THREADS, 0, stream>>>(p);
@@ -324,7 +288,7 @@ static void fattn_back_mma_run(fattn_back_mma_plan & plan, char * workspace, cud
         for (p.rb0 = 0; p.rb0 < p.RB; p.rb0 += p.rblocks) {
             CUDA_CHECK(cudaMemsetAsync(p.exp_q_min, 0x7F, p.units * sizeof(*p.exp_q_min), stream));
             CUDA_CHECK(cudaMemsetAsync(p.exp_dO_min, 0x7F, p.units * sizeof(*p.exp_dO_min), stream));
-            const int nrows = FATTN_BACK_PREP_THREADS / fattn_back_prep_row_threads(std::max(p.Pk, p.Pv));
+            const int nrows = FATTN_BACK_PREP_THREADS / fattn_back_mma_prep_row_threads(std::max(p.Pk, p.Pv));
             flash_attn_back_convert_rows<<<dim3((p.rows() + nrows - 1) / nrows, p.units, 2), FATTN_BACK_PREP_THREADS, 0, stream>>>(p);
             CUDA_CHECK(cudaGetLastError());
 
@@ -341,8 +305,5 @@ static void fattn_back_mma_run(fattn_back_mma_plan & plan, char * workspace, cud
             }
         }
     }
-    if (p.a.dSinks != nullptr) {
-        flash_attn_back_mma_dsinks<<<p.a.H, 256, 0, stream>>>(p.a);
-        CUDA_CHECK(cudaGetLastError());
-    }
+    ggml_cuda_flash_attn_back_sinks(p.a, stream);
 }

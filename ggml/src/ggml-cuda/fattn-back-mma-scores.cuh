@@ -1,6 +1,6 @@
 #pragma once
 
-#include "fattn-back-prep.cuh"
+#include "fattn-back-mma-prep.cuh"
 
 #define FATTN_BACK_SCORES_GROUP     128 // threads that share a pipeline
 #define FATTN_BACK_SCORES_THREADS   (2 * FATTN_BACK_SCORES_GROUP)
@@ -264,8 +264,8 @@ static __global__ void __launch_bounds__(FATTN_BACK_SCORES_THREADS, 1) flash_att
                 float x[8];
                 half2 hi[4];
                 half2 lo[4];
-                fattn_back_prep_load(p, false, fattn_back_rare(lunit), kt * FATTN_BACK_MMA_KEYS + row, 4 * i + t % 4, x);
-                fattn_back_prep_split(x, hi, lo);
+                fattn_back_mma_prep_load(p, false, fattn_back_rare(lunit), kt * FATTN_BACK_MMA_KEYS + row, 4 * i + t % 4, x);
+                fattn_back_mma_prep_split(x, hi, lo);
                 const uint32_t dst = fattn_back_rare(smem_base) + rows_sz + t / FATTN_BACK_SCORES_GROUP * nst * stage_sz + row * 64;
 #pragma unroll
                 for (int c = 0; c < 2; ++c) {

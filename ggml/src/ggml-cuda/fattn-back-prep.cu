@@ -1,0 +1,203 @@
+#include "fattn-back-prep.cuh"
+
+#define FATTN_BACK_MASK_TILES 2 // key tiles of a block: few, for short masks to fill the device
+
+// the bits of x at the even positions
+static __device__ __forceinline__ uint64_t fattn_back_mask_spread(const uint32_t x) {
+    uint64_t y = x;
+    y          = (y | y << 16) & 0x0000FFFF0000FFFF;
+    y          = (y | y << 8) & 0x00FF00FF00FF00FF;
+    y          = (y | y << 4) & 0x0F0F0F0F0F0F0F0F;
+    y          = (y | y << 2) & 0x3333333333333333;
+    return (y | y << 1) & 0x5555555555555555;
+}
+
+// State of the tiles, and which keys some query sees. Grid: blocks of key tiles, query tiles, mask heads * sequences; a warp has a tile, a
+// thread two keys.
+static __global__ void __launch_bounds__(FATTN_BACK_MASK_TILES * 32) flash_attn_back_mask_tiles(
+    const fattn_back_args a, const fattn_back_mask_table table) {
+    const int kt      = blockIdx.x * FATTN_BACK_MASK_TILES + threadIdx.x / 32;
+    const int key     = kt * FATTN_BACK_MASK_ROWS + threadIdx.x % 32 * 2;
+    const int q0      = blockIdx.y * FATTN_BACK_MASK_ROWS;
+    const int nq      = min(FATTN_BACK_MASK_ROWS, a.N - q0);
+    const char * mask = a.mask + (blockIdx.z / a.mask_nheads) * a.mask_nb_seq + (blockIdx.z % a.mask_nheads) * a.mask_nb_head +
+        q0 * a.mask_nb_row + key * (int64_t) sizeof(half);
+
+    uint32_t seen   = 0; // of either key, not 0: some value is not -inf
+    uint32_t read   = 0; // some value is not 0
+    const auto scan = [&](const auto load) {
+#pragma unroll 16
+        for (int i = 0; i < nq; ++i) {
+            const uint32_t x = load(mask + i * a.mask_nb_row);
+            seen |= x ^ 0xFC00FC00;
+            read |= x & 0x7FFF7FFF;
+        }
+    };
+    if (key + 1 < a.M && ((uintptr_t) mask | a.mask_nb_row) % sizeof(uint32_t) == 0) {
+        scan([](const char * x) { return *(const uint32_t *) x; });
+    } else if (key + 1 < a.M) {
+        scan([](const char * x) { return (uint32_t) ((const uint16_t *) x)[1] << 16 | ((const uint16_t *) x)[0]; });
+    } else if (key < a.M) {
+        scan([](const char * x) { return 0xFC000000 | *(const uint16_t *) x; });
+    } else {
+        read = 0x7FFF7FFF;
+    }
+    const uint64_t s = fattn_back_mask_spread(__ballot_sync(0xFFFFFFFF, (seen & 0xFFFF) != 0)) |
+        fattn_back_mask_spread(__ballot_sync(0xFFFFFFFF, seen >> 16 != 0)) << 1;
+    const bool any_read = __any_sync(0xFFFFFFFF, read != 0);
+    if (threadIdx.x % 32 == 0 && kt < table.nkt) {
+        const int64_t tile = ((int64_t) blockIdx.z * table.nqt + blockIdx.y) * table.nkt + kt;
+        table.seen[tile]   = s;
+        table.tiles[tile]  = s == 0 ? FATTN_BACK_TILE_SKIP : any_read ? FATTN_BACK_TILE_MIXED
+                                                                      : FATTN_BACK_TILE_FULL;
+    }
+}
+
+// Keys that some query of a KV head sees. Grid: key tiles, mask sequences and groups; the threads share the query tiles.
+static __global__ void __launch_bounds__(32) flash_attn_back_mask_used(const fattn_back_args a, const fattn_back_mask_table table) {
+    const int group = blockIdx.y;
+    const int seq   = group / a.mask_groups();
+    uint64_t used   = 0;
+    for (int i = 0; i < a.group_nmasks(); ++i) {
+        const int64_t mask = (int64_t) seq * a.mask_nheads + a.group_mask(group, i);
+        for (int qt = threadIdx.x; qt < table.nqt; qt += 32) {
+            used |= table.seen[(mask * table.nqt + qt) * table.nkt + blockIdx.x];
+        }
+    }
+    for (int n = 16; n > 0; n /= 2) {
+        used |= __shfl_xor_sync(0xFFFFFFFF, used, n, 32);
+    }
+    if (threadIdx.x < 2) {
+        table.used[((int64_t) group * table.nkt + blockIdx.x) * 2 + threadIdx.x] = used >> 32 * threadIdx.x;
+    }
+}
+
+// Sums, minima and maxima of columns over a block in a fixed order, and the number of rows in them: x and count are those of the thread,
+// which has the components of threadIdx.x % n. dst: FATTN_BACK_COLUMNS_SIZE
+static __device__ __forceinline__ void fattn_back_column_stats(const float (&x)[3][8], const int count, const int n, float * dst) {
+    const int nrows = FATTN_BACK_PREP_THREADS / n;
+    __shared__ float red[FATTN_BACK_PREP_THREADS][9];
+    red[threadIdx.x][8] = count;
+#pragma unroll
+    for (int what = 0; what < 3; ++what) {
+        __syncthreads();
+#pragma unroll
+        for (int c = 0; c < 8; ++c) {
+            red[threadIdx.x][c] = x[what][c];
+        }
+        __syncthreads();
+        for (int j = threadIdx.x; j < 8 * n; j += FATTN_BACK_PREP_THREADS) {
+            float y = red[j / 8][j % 8];
+#pragma unroll 8
+            for (int r = 1; r < nrows; ++r) {
+                const float z = red[r * n + j / 8][j % 8];
+                y             = what == 0 ? y + z : what == 1 ? fminf(y, z)
+                                                              : fmaxf(y, z);
+            }
+            dst[what * FATTN_BACK_PREP_MAX_D + fattn_back_load8_component(j / 8, j % 8)] = y;
+        }
+    }
+    if (threadIdx.x == 0) {
+        float y = 0.0f;
+#pragma unroll 8
+        for (int r = 0; r < nrows; ++r) {
+            y += red[r * n][8];
+        }
+        dst[3 * FATTN_BACK_PREP_MAX_D] = y;
+    }
+}
+
+// Statistics of K's (z = 0) or V's (z = 1) columns over a part of the used keys. Grid: parts, units, 2; every row of keys is loaded by
+// 4*ceil(D/32) threads, 8 components each.
+static __global__ void __launch_bounds__(FATTN_BACK_PREP_THREADS) flash_attn_back_columns(
+    const fattn_back_args a, const fattn_back_mask_table mask, const int unit0, float * dst) {
+    const int unit             = unit0 + blockIdx.y;
+    const bool is_v            = blockIdx.z == 1;
+    const int D                = is_v ? a.Dv : a.Dk;
+    const fattn_back_src & src = is_v ? a.v : a.k;
+    const int n                = 4 * ((D + 31) / 32);
+    const int nrows            = FATTN_BACK_PREP_THREADS / n;
+    const int i                = threadIdx.x % n;
+    const int row              = threadIdx.x / n;
+    const int key0             = (int) ((int64_t) a.M * blockIdx.x / gridDim.x);
+    const int key1             = (int) ((int64_t) a.M * (blockIdx.x + 1) / gridDim.x);
+
+    float x[3][8];
+    int count = 0;
+#pragma unroll
+    for (int c = 0; c < 8; ++c) {
+        x[0][c] = 0.0f;
+        x[1][c] = INFINITY;
+        x[2][c] = -INFINITY;
+    }
+    constexpr int nloads = 4; // keys in flight
+    for (int key = key0 + row; row < nrows && key < key1; key += nloads * nrows) {
+        int64_t offset[nloads];
+        bool used[nloads];
+        float y[nloads][8];
+#pragma unroll
+        for (int j = 0; j < nloads; ++j) {
+            const int k = key + j * nrows;
+            used[j]     = k < key1 && mask.is_used(a, unit, k);
+            offset[j]   = src.offset(min(k, key1 - 1), unit % a.Hkv, unit / a.Hkv);
+        }
+        fattn_back_load8(src, offset, fattn_back_load8_first(i), D, y);
+#pragma unroll
+        for (int j = 0; j < nloads; ++j) {
+#pragma unroll
+            for (int c = 0; c < 8; ++c) {
+                x[0][c] += used[j] ? y[j][c] : 0.0f;
+                x[1][c] = fminf(x[1][c], used[j] ? y[j][c] : INFINITY);
+                x[2][c] = fmaxf(x[2][c], used[j] ? y[j][c] : -INFINITY);
+            }
+            count += used[j];
+        }
+    }
+    const int64_t part = ((int64_t) blockIdx.y * 2 + blockIdx.z) * gridDim.x + blockIdx.x;
+    fattn_back_column_stats(x, count, n, dst + part * FATTN_BACK_COLUMNS_SIZE);
+}
+
+// Grid: heads.
+static __global__ void __launch_bounds__(FATTN_BACK_PREP_THREADS) flash_attn_back_sinks(const fattn_back_args a) {
+    const int h      = blockIdx.x;
+    const float sink = a.sinks[h];
+    float sum        = 0.0f;
+    for (int s = 0; s < a.S; ++s) {
+        for (int q = threadIdx.x; q < a.N; q += FATTN_BACK_PREP_THREADS) {
+            const int64_t row = a.row(q, h, s);
+            if (a.D[row] != 0.0f) { // else LSE may be as infinite as the sink
+                sum -= expf(sink - a.LSE[row]) * a.D[row];
+            }
+        }
+    }
+    sum = fattn_back_block_reduce(sum, false);
+    if (threadIdx.x == 0) {
+        a.dSinks[h] = sum;
+    }
+}
+
+void ggml_cuda_flash_attn_back_mask_table(const fattn_back_args & a, const fattn_back_mask_table & mask, cudaStream_t stream) {
+    if (a.mask == nullptr) {
+        return;
+    }
+    constexpr int n = FATTN_BACK_MASK_TILES;
+    const dim3 grid((mask.nkt + n - 1) / n, mask.nqt, a.mask_nheads * a.mask_nseqs);
+    flash_attn_back_mask_tiles<<<grid, n * 32, 0, stream>>>(a, mask);
+    CUDA_CHECK(cudaGetLastError());
+    flash_attn_back_mask_used<<<dim3(mask.nkt, a.mask_nseqs * a.mask_groups()), 32, 0, stream>>>(a, mask);
+    CUDA_CHECK(cudaGetLastError());
+}
+
+void ggml_cuda_flash_attn_back_columns(
+    const fattn_back_args & a, const fattn_back_mask_table & mask, const int unit0, const int units, const int nparts, float * dst,
+    cudaStream_t stream) {
+    flash_attn_back_columns<<<dim3(nparts, units, 2), FATTN_BACK_PREP_THREADS, 0, stream>>>(a, mask, unit0, dst);
+    CUDA_CHECK(cudaGetLastError());
+}
+
+void ggml_cuda_flash_attn_back_sinks(const fattn_back_args & a, cudaStream_t stream) {
+    if (a.dSinks != nullptr) {
+        flash_attn_back_sinks<<<a.H, FATTN_BACK_PREP_THREADS, 0, stream>>>(a);
+        CUDA_CHECK(cudaGetLastError());
+    }
+}
