@@ -428,7 +428,7 @@ static __device__ __forceinline__ void fattn_back_hopper_store_dq(const fattn_ba
     const int64_t row = p.a.row(q, h, fattn_back_hopper_seq(p, lhead));
     const int col     = col0 + 2 * (threadIdx.x % 4);
     float sink        = 0.0f;
-    if (p.a.sinks != nullptr && p.a.sinks[h] != -INFINITY && p.kt0 == 0) {
+    if (p.a.sinks != nullptr && fabsf(p.a.sinks[h]) != INFINITY && p.kt0 == 0) {
         sink = p.a.scale * p.a.D[row] * hopper_exp2((p.a.sinks[h] - p.a.LSE[row]) * FATTN_BACK_HOPPER_LOG2E);
     }
     const float * mean = p.mean_k + (int64_t) (p.unit0 + lhead / p.a.G) * FATTN_BACK_PREP_MAX_D + col;
@@ -1223,10 +1223,11 @@ static __global__ void __launch_bounds__((nwg + 1) * 128, 1) flash_attn_back_hop
             const float4 x = rows[8 * r];
             float factor   = p.a.scale / scale.y / scale.z / x.z / (1 << FATTN_BACK_HOPPER_SHIFT_P); // of A
             if constexpr (mode != FATTN_BACK_HOPPER_DQ) {
-                const bool sinks  = p.a.sinks != nullptr && p.kt0 == 0;
+                const bool taken  = p.a.sinks != nullptr && p.a.sinks[h] == INFINITY; // all of the row by the sink, in every range
+                const bool sinks  = p.a.sinks != nullptr && p.kt0 == 0 && !taken;
                 const float sink  = sinks ? (p.a.sinks[h] - p.a.scale * x.x) * FATTN_BACK_HOPPER_LOG2E : -INFINITY;
                 const float sum   = fattn_back_hopper_quad_sum(l[r]);
-                const float keys  = sum > 0.0f ? m[r] - FATTN_BACK_HOPPER_SHIFT_E + log2f(sum) : -INFINITY; // LSE without the sink
+                const float keys  = sum > 0.0f && !taken ? m[r] - FATTN_BACK_HOPPER_SHIFT_E + log2f(sum) : -INFINITY; // LSE without the sink
                 const float top   = fmaxf(keys, sink);
                 const float lse   = top == -INFINITY ? -INFINITY : top + log2f(hopper_exp2(keys - top) + hopper_exp2(sink - top));
                 const float pkeys = keys == -INFINITY ? 0.0f : hopper_exp2(keys - lse);
@@ -1248,7 +1249,7 @@ static __global__ void __launch_bounds__((nwg + 1) * 128, 1) flash_attn_back_hop
                     stat[8 * r + FATTN_BACK_HOPPER_ROWS] = valid ? Dc : 0.0f;
                     if (q < p.a.N) {
                         const int64_t i = p.a.row(q, h, s);
-                        p.a.LSE[i]      = lse == -INFINITY ? -INFINITY : lse * (1.0f / FATTN_BACK_HOPPER_LOG2E) + p.a.scale * x.x;
+                        p.a.LSE[i]      = lse == -INFINITY ? (taken ? INFINITY : lse) : lse * (1.0f / FATTN_BACK_HOPPER_LOG2E) + p.a.scale * x.x;
                         p.a.D[i]        = lse == -INFINITY ? 0.0f : Dk / scale.z / x.z + pkeys * x.y;
                     }
                 }

@@ -73,7 +73,7 @@ static __global__ void __launch_bounds__(FATTN_BACK_PREP_MEAN_THREADS) flash_att
 }
 
 // A tile of K (y < units), V (y < 2*units), or of Q and dO of a head, with what their rows have in common with the means.
-// Keys that no row sees and padding are 0. Grid: max(key tiles, query tiles), 2*units + heads or, for further keys, without the heads.
+// Keys that no row sees, rows that see no key, and padding are 0. Grid: max(key tiles, query tiles), 2*units + heads or, for further keys, without the heads.
 // split: K and Q in two halves, units whose rows ask for it.
 template <int D, bool split>
 static __global__ void __launch_bounds__(FATTN_BACK_PREP_THREADS) flash_attn_back_hopper_convert(
@@ -152,7 +152,7 @@ static __global__ void __launch_bounds__(FATTN_BACK_PREP_THREADS) flash_attn_bac
         const int q = blockIdx.x * FATTN_BACK_HOPPER_ROWS + r;
         float x[8]  = { 0.0f };
         float y[8]  = { 0.0f };
-        if (q < p.a.N) {
+        if (q < p.a.N && p.mask.sees(p.a, h, s, q)) {
             fattn_back_load8(p.a.q, p.a.q.offset(q, h, s), fattn_back_load8_first(i), D, x);
             fattn_back_load8(p.a.dO, p.a.dO.offset(q, h, s), fattn_back_load8_first(i), D, y);
         }
@@ -236,7 +236,7 @@ static __global__ void __launch_bounds__(FATTN_BACK_PREP_THREADS) flash_attn_bac
         for (int r = threadIdx.x / n; r < FATTN_BACK_HOPPER_ROWS; r += FATTN_BACK_PREP_THREADS / n) {
             const int q = t * FATTN_BACK_HOPPER_ROWS + r;
             float x[8]  = { 0.0f };
-            if (q < p.a.N) {
+            if (q < p.a.N && p.mask.sees(p.a, h, s, q)) {
                 fattn_back_load8(p.a.q, p.a.q.offset(q, h, s), fattn_back_load8_first(i), D, x);
             }
 #pragma unroll

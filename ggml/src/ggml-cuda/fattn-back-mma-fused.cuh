@@ -446,7 +446,6 @@ static __global__ void __launch_bounds__(FATTN_BACK_FUSED_WARPS * WARP_SIZE, 1) 
                 const int head   = unit % p.a.Hkv * p.a.G + (keys ? str : own) / FATTN_BACK_MMA_ROWS % p.a.G;
                 const char * row = nullptr; // of the mask, of the first query and key
                 float slope      = 0.0f;
-                const float inv  = 1.0f / (1.4426950408889634f * __int_as_float(fattn_back_rare(__float_as_int(p.a.logit_softcap))));
                 // queries beyond the end: of the mask's last row, as they have no result
                 const int nq = p.a.N - 1 - p.unit_query(keys ? str : own);
                 const int nk = p.a.M - (keys ? own : str);
@@ -463,7 +462,11 @@ static __global__ void __launch_bounds__(FATTN_BACK_FUSED_WARPS * WARP_SIZE, 1) 
                         for (int i = 0; i < 4; ++i) {
                             float & x = S[mi][ni][i];
                             if constexpr (softcap) {
-                                x = p.a.logit_softcap * (1.4426950408889634f * fattn_back_tanh(inv * (x + dot(mi, ni, i)), u[mi][ni][i]));
+                                const float z = x + dot(mi, ni, i);
+                                const float f = fattn_back_exp2(-2.0f * fabsf(z) / p.a.logit_softcap);
+                                const float v = 1.0f / (1.0f + f);
+                                u[mi][ni][i]  = 4.0f * f * v * v;
+                                x             = copysignf(1.4426950408889634f * p.a.logit_softcap * (1.0f - f) * v, z);
                             }
                             const int q   = keys ? ni * 8 + c2 + i % 2 : mi * 16 + i / 2 * 8 + g;
                             const int key = keys ? mi * 16 + i / 2 * 8 + g : ni * 8 + c2 + i % 2;
@@ -877,7 +880,7 @@ static __global__ void __launch_bounds__(FATTN_BACK_FUSED_WARPS * WARP_SIZE, 1) 
                 // S here lacks the constant that K's mean makes
                 const float sink = p.a.sinks != nullptr ? 1.4426950408889634f * p.a.sinks[head] - dot_q : -INFINITY;
                 const float top  = fmaxf(of_keys, sink);
-                const bool any   = top > -INFINITY && q < p.a.N;
+                const bool any   = top > -INFINITY && top < INFINITY && q < p.a.N; // a sink of inf takes all
                 float lse        = -INFINITY;
                 float weight     = 0.0f; // from E to P
                 float D_row      = 0.0f;
@@ -905,7 +908,7 @@ static __global__ void __launch_bounds__(FATTN_BACK_FUSED_WARPS * WARP_SIZE, 1) 
                     p.stat_d[row] = make_float2(f, f * D_row);
                     if (q < p.a.N) {
                         const int64_t i = p.a.row(q, head, unit / p.a.Hkv);
-                        p.a.LSE[i]      = 0.6931471805599453f * (lse + dot_q);
+                        p.a.LSE[i]      = top == INFINITY ? INFINITY : 0.6931471805599453f * (lse + dot_q);
                         p.a.D[i]        = Draw;
                     }
                 }

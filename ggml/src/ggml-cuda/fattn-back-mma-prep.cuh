@@ -98,7 +98,7 @@ static __host__ __device__ int fattn_back_mma_prep_row_threads(const int P) {
 
 // Q (z = 0) and dO (z = 1), rows scaled by their norm, and their products with the means; the smallest exponent is that of the longest row.
 // Grid: blocks of rows, units, 2.
-// Rows without a query are 0.
+// Rows without a query, and those that see no key, are 0.
 static __global__ void __launch_bounds__(FATTN_BACK_PREP_THREADS) flash_attn_back_convert_rows(const fattn_back_mma_params p) {
     const int lunit            = blockIdx.y;
     const int unit             = p.unit0 + lunit;
@@ -112,10 +112,12 @@ static __global__ void __launch_bounds__(FATTN_BACK_PREP_THREADS) flash_attn_bac
     const int row = blockIdx.x * (FATTN_BACK_PREP_THREADS / n) + threadIdx.x / n;
     const int b   = p.rb0 + row / FATTN_BACK_MMA_ROWS;
     const int q   = (b / p.a.G) * FATTN_BACK_MMA_ROWS + row % FATTN_BACK_MMA_ROWS;
+    const int h   = (unit % p.a.Hkv) * p.a.G + b % p.a.G;
+    const int s   = unit / p.a.Hkv;
 
     float x[8] = { 0.0f };
-    if (row < p.rows() && q < p.a.N && col < D) {
-        const int64_t offset = src.offset(q, (unit % p.a.Hkv) * p.a.G + b % p.a.G, unit / p.a.Hkv);
+    if (row < p.rows() && q < p.a.N && col < D && p.mask.sees(p.a, h, s, q)) {
+        const int64_t offset = src.offset(q, h, s);
         if (src.vec) {
             ggml_cuda_memcpy_1<16>(x, src.data + offset + (col + 0) * sizeof(float));
             ggml_cuda_memcpy_1<16>(x + 4, src.data + offset + (col + 4) * sizeof(float));

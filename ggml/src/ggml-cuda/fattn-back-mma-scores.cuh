@@ -344,7 +344,6 @@ static __global__ void __launch_bounds__(FATTN_BACK_SCORES_THREADS, 1) flash_att
             float m[2]     = { -INFINITY, -INFINITY };
             if (softcap || (full & bit) == 0) {
                 const fattn_back_scores_row row[2] = { rows[wr + mi * 16 + r], rows[wr + mi * 16 + r + 8] };
-                const float cap                    = 1.4426950408889634f * p.a.logit_softcap;
 #pragma unroll
                 for (int ni = 0; ni < 8; ++ni) {
                     float u[4];
@@ -353,8 +352,11 @@ static __global__ void __launch_bounds__(FATTN_BACK_SCORES_THREADS, 1) flash_att
                         float & x = acc[mi][ni][l];
                         x *= scale[l / 2];
                         if constexpr (softcap) {
-                            x = cap * fattn_back_tanh((x + row[l / 2].dot) / cap, u[l]);
-                            u[l] *= 1 << FATTN_BACK_MMA_SHIFT_U;
+                            const float y = x + row[l / 2].dot;
+                            const float f = fattn_back_exp2(-2.0f * fabsf(y) / p.a.logit_softcap);
+                            const float g = 1.0f / (1.0f + f);
+                            u[l]          = (4 << FATTN_BACK_MMA_SHIFT_U) * f * g * g;
+                            x             = copysignf(1.4426950408889634f * p.a.logit_softcap * (1.0f - f) * g, y);
                         }
                         const int key = kt * FATTN_BACK_MMA_KEYS + wn * 64 + ni * 8 + c2 + l % 2;
                         if ((skip & bit) != 0 || key >= p.a.M) {
@@ -579,7 +581,7 @@ static __global__ void __launch_bounds__(fattn_back_rows_threads(nrows), 1) flas
         float Draw = 0.0f;
         float D    = 0.0f;
         float R    = 0.0f;
-        if (m > -INFINITY) {
+        if (m > -INFINITY && m < INFINITY) { // a sink of inf takes all
             const float f = m_keys == -INFINITY ? 0.0f : fattn_back_exp2(m_keys - m);
 #pragma unroll
             for (int k = 0; k < nsums; ++k) {
@@ -611,7 +613,7 @@ static __global__ void __launch_bounds__(fattn_back_rows_threads(nrows), 1) flas
         row_lse[tr] = lse;
         if (q < p.a.N) {
             const int64_t row = p.a.row(q, h, unit / p.a.Hkv);
-            p.a.LSE[row]      = ln2 * (lse + dot_q);
+            p.a.LSE[row]      = m == INFINITY ? INFINITY : ln2 * (lse + dot_q);
             p.a.D[row]        = Draw;
         }
     }

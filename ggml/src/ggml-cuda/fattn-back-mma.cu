@@ -24,6 +24,10 @@ const char * ggml_cuda_flash_attn_back_mma_refusal(const int device, const ggml_
     if (node.logit_softcap != 0.0f && dst->src[GGML_FLASH_ATTN_BACK_SRC_SINKS] != nullptr) {
         return "a softcap together with sinks";
     }
+    // its tanh, 1 - exp, would leave logits that are small beside the cap too few bits
+    if (node.logit_softcap > 1e4f) {
+        return "a softcap above 10000 (0 is none)";
+    }
     if (const char * reason = fattn_back_fp16_refusal(node)) {
         return reason;
     }

@@ -12,7 +12,7 @@ static __device__ __forceinline__ uint64_t fattn_back_mask_spread(const uint32_t
     return (y | y << 1) & 0x5555555555555555;
 }
 
-// State of the tiles, and which keys some query sees. Grid: blocks of key tiles, query tiles, mask heads * sequences; a warp has a tile, a
+// State of the tiles, which keys some query sees, and which queries see some key. Grid: blocks of key tiles, query tiles, mask heads * sequences; a warp has a tile, a
 // thread two keys.
 static __global__ void __launch_bounds__(FATTN_BACK_MASK_TILES * 32) flash_attn_back_mask_tiles(
     const fattn_back_args a, const fattn_back_mask_table table) {
@@ -25,12 +25,14 @@ static __global__ void __launch_bounds__(FATTN_BACK_MASK_TILES * 32) flash_attn_
 
     uint32_t seen   = 0; // of either key, not 0: some value is not -inf
     uint32_t read   = 0; // some value is not 0
+    uint64_t rows   = 0;
     const auto scan = [&](const auto load) {
 #pragma unroll 16
         for (int i = 0; i < nq; ++i) {
             const uint32_t x = load(mask + i * a.mask_nb_row);
             seen |= x ^ 0xFC00FC00;
             read |= x & 0x7FFF7FFF;
+            rows |= (uint64_t) (x != 0xFC00FC00) << i;
         }
     };
     if (key + 1 < a.M && ((uintptr_t) mask | a.mask_nb_row) % sizeof(uint32_t) == 0) {
@@ -45,11 +47,18 @@ static __global__ void __launch_bounds__(FATTN_BACK_MASK_TILES * 32) flash_attn_
     const uint64_t s = fattn_back_mask_spread(__ballot_sync(0xFFFFFFFF, (seen & 0xFFFF) != 0)) |
         fattn_back_mask_spread(__ballot_sync(0xFFFFFFFF, seen >> 16 != 0)) << 1;
     const bool any_read = __any_sync(0xFFFFFFFF, read != 0);
+    for (int n = 16; n > 0; n /= 2) {
+        rows |= __shfl_xor_sync(0xFFFFFFFF, rows, n, 32);
+    }
     if (threadIdx.x % 32 == 0 && kt < table.nkt) {
-        const int64_t tile = ((int64_t) blockIdx.z * table.nqt + blockIdx.y) * table.nkt + kt;
+        const int64_t qt   = (int64_t) blockIdx.z * table.nqt + blockIdx.y;
+        const int64_t tile = qt * table.nkt + kt;
         table.seen[tile]   = s;
         table.tiles[tile]  = s == 0 ? FATTN_BACK_TILE_SKIP : any_read ? FATTN_BACK_TILE_MIXED
                                                                       : FATTN_BACK_TILE_FULL;
+        if (rows != 0) {
+            atomicOr((unsigned long long *) table.rows + qt, rows); // in any order
+        }
     }
 }
 
@@ -180,6 +189,7 @@ void ggml_cuda_flash_attn_back_mask_table(const fattn_back_args & a, const fattn
     if (a.mask == nullptr) {
         return;
     }
+    CUDA_CHECK(cudaMemsetAsync(mask.rows, 0, (size_t) a.mask_nseqs * a.mask_nheads * mask.nqt * sizeof(*mask.rows), stream));
     constexpr int n = FATTN_BACK_MASK_TILES;
     const dim3 grid((mask.nkt + n - 1) / n, mask.nqt, a.mask_nheads * a.mask_nseqs);
     flash_attn_back_mask_tiles<<<grid, n * 32, 0, stream>>>(a, mask);

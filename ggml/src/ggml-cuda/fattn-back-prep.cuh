@@ -16,6 +16,7 @@ struct fattn_back_mask_table {
     uint8_t * tiles; // [mask_nseqs][mask_nheads][nqt][nkt] fattn_back_tile
     uint64_t * seen;  // [mask_nseqs][mask_nheads][nqt][nkt] keys of the tile that some of its queries see, as bits
     uint32_t * used;  // [mask_nseqs][mask_groups][2*nkt] keys that some query sees, as bits
+    uint64_t * rows;  // [mask_nseqs][mask_nheads][nqt] queries of the tile that see some key, as bits
     int nqt; // query tiles
     int nkt; // key tiles
 
@@ -24,11 +25,12 @@ struct fattn_back_mask_table {
     void layout(const fattn_back_args & a, const int query_tiles, const int key_tiles, const F & take) {
         nqt = query_tiles;
         nkt = key_tiles;
-        if (a.mask != nullptr) {
-            const int64_t n = (int64_t) a.mask_nseqs * a.mask_nheads * nqt * nkt;
-            take(tiles, n);
-            take(seen, n);
+        if (a.mask_nheads > 0) { // its data may not be allocated yet
+            const int64_t n = (int64_t) a.mask_nseqs * a.mask_nheads * nqt;
+            take(tiles, n * nkt);
+            take(seen, n * nkt);
             take(used, (int64_t) a.mask_nseqs * a.mask_groups() * 2 * nkt);
+            take(rows, n);
         }
     }
 
@@ -36,6 +38,15 @@ struct fattn_back_mask_table {
     __device__ __forceinline__ const uint8_t * row(const fattn_back_args & a, const int h, const int s, const int qt) const {
         const int mask = s % a.mask_nseqs * a.mask_nheads + h % a.mask_nheads;
         return tiles + ((int64_t) mask * nqt + qt) * nkt;
+    }
+
+    // whether a query of head h of sequence s sees some key: one that does not must not count, even if it holds NaN
+    __device__ __forceinline__ bool sees(const fattn_back_args & a, const int h, const int s, const int q) const {
+        if (rows == nullptr) {
+            return true;
+        }
+        const int64_t mask = (int64_t) (s % a.mask_nseqs) * a.mask_nheads + h % a.mask_nheads;
+        return (rows[mask * nqt + q / FATTN_BACK_MASK_ROWS] >> q % FATTN_BACK_MASK_ROWS & 1) != 0;
     }
 
     // whether some query of a unit sees a key

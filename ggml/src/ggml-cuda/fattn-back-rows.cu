@@ -491,7 +491,7 @@ flash_attn_back_rows(
 }
 
 // Owns LSE, D and ref of one query row per warp. Merges the splits of its softmax and the sink; D = dO . o where o is given.
-// P = exp(x - ref.x + b - ref.y), ref.x = inf where a row sees no key.
+// P = exp(x - ref.x + b - ref.y), ref.x = inf where a row sees no key or a sink of inf takes it.
 static __global__ void __launch_bounds__(fattn_back_rows_nthreads, 1)
 flash_attn_back_rows_combine_stats(const fattn_back_args args, const int nsplits, const float4 * stats, float2 * ref) {
     ggml_cuda_pdl_sync();
@@ -516,9 +516,11 @@ flash_attn_back_rows_combine_stats(const fattn_back_args args, const int nsplits
         sm.merge({ __shfl_xor_sync(0xFFFFFFFF, sm.mx, offset, WARP_SIZE), __shfl_xor_sync(0xFFFFFFFF, sm.mb, offset, WARP_SIZE),
             __shfl_xor_sync(0xFFFFFFFF, sm.l, offset, WARP_SIZE), __shfl_xor_sync(0xFFFFFFFF, sm.a, offset, WARP_SIZE) });
     }
-    const bool sees_keys = sm.l != 0.0f;
-    if (args.sinks != nullptr) {
-        sm.merge({ args.sinks[h], 0.0f, 1.0f, 0.0f });
+    const float sink     = args.sinks != nullptr ? args.sinks[h] : -INFINITY;
+    const bool taken     = sink == INFINITY; // all of the row
+    const bool sees_keys = sm.l != 0.0f && !taken;
+    if (args.sinks != nullptr && !taken) {
+        sm.merge({ sink, 0.0f, 1.0f, 0.0f });
     }
 
     float D = sees_keys ? sm.a / sm.l : 0.0f;
@@ -534,9 +536,10 @@ flash_attn_back_rows_combine_stats(const fattn_back_args args, const int nsplits
 
     if (lane == 0) {
         const float log_l = logf(sm.l);
-        args.LSE[row]     = sm.l != 0.0f ? sm.max() + log_l : -INFINITY;
+        args.LSE[row]     = taken ? INFINITY : sm.l != 0.0f ? sm.max() + log_l
+                                                            : -INFINITY;
         args.D[row]       = D;
-        ref[row]          = make_float2(sm.l != 0.0f ? sm.mx + log_l : INFINITY, sm.mb);
+        ref[row]          = make_float2(sm.l != 0.0f && !taken ? sm.mx + log_l : INFINITY, sm.mb);
     }
 }
 
@@ -555,7 +558,9 @@ flash_attn_back_rows_sinks(const fattn_back_args args, const float2 * ref) {
     for (int64_t t = threadIdx.x; t < (int64_t) args.S * args.N; t += fattn_back_rows_nthreads) {
         const int64_t row = args.row(t % args.N, h, t / args.N);
         const float2 r    = ref[row];
-        fattn_back_rows_add(sum, error, -expf((sink - r.x) - r.y) * args.D[row]);
+        if (args.D[row] != 0.0f) { // else LSE may be as infinite as the sink
+            fattn_back_rows_add(sum, error, -expf((sink - r.x) - r.y) * args.D[row]);
+        }
     }
     sum = warp_reduce_sum(sum + error);
     if (threadIdx.x % WARP_SIZE == 0) {
