@@ -185,6 +185,20 @@ def test_thirty_runs_give_the_same_bits(op: Operator) -> None:
     assert len(digests) == 1
 
 
+@pytest.mark.parametrize("keys", [200, 9400])  # the latter are more than the CPU keeps at once
+def test_keys_that_a_bias_outweighs_are_as_masked(op: Operator, keys: int) -> None:
+    rng = np.random.default_rng(0)
+    rows, hidden = 64, keys // 2
+    q, k, v, d = (rng.standard_normal((1, 1, n, 64)) for n in (rows, keys, keys, rows))
+    mask = np.zeros((1, 1, rows, keys))
+    mask[..., :hidden] = NINF
+    want = op.run(attention(q, k, v, d, mask, scale=0.125))
+    mask[..., :hidden], mask[..., hidden:] = 0, 40000  # exp(-40000) is 0 as well
+    want["lse"] += 40000
+    for part, array in op.run(attention(q, k, v, d, mask, scale=0.125)).items():
+        op.near(array, want[part], what=part)
+
+
 @pytest.mark.parametrize("first", [0.0, 2.0, -3.0, -65504.0, NINF])
 @pytest.mark.parametrize("last", [0.0, 2.0, -3.0, -65504.0, NINF])
 def test_a_bias_counts_the_same_in_every_chunk_of_keys(first: float, last: float, op: Operator) -> None:

@@ -568,16 +568,11 @@ struct flash_attn_back {
         }
     }
 
-    // the rows' largest biases; 0 where a key tile without a bias is in the first chunk, or where a sink is larger
+    // the rows' largest biases; 0 where a sink is larger
     void find_bias(int64_t ih, int64_t it, row_stats & stats) const {
         std::fill(stats.bias, stats.bias + ROW_TILE, 0.0f);
         if (!mask) {
             return;
-        }
-        for (int64_t jt = 0; jt < n_key_tiles; ++jt) {
-            if (mask_of(ih, it, jt) == TILE_PLAIN) {
-                return;
-            }
         }
         for_segments(ih, it, [&](const segment & x) {
             const float slope = ggml_flash_attn_back_slope(&node, x.h);
