@@ -123,6 +123,8 @@ size_t ggml_flash_attn_back_offset(const struct ggml_tensor * back, enum ggml_fl
 struct ggml_tensor * ggml_flash_attn_back_view(
     struct ggml_context * ctx, struct ggml_tensor * back, enum ggml_flash_attn_back_part part);
 const char * ggml_flash_attn_back_source(void);
+const char * ggml_flash_attn_back_train_refusal(
+    ggml_backend_dev_t dev, const struct ggml_tensor * attn, uint32_t grads);
 typedef const char * (*ggml_backend_flash_attn_back_refusal_t)(
     struct ggml_backend_device * dev, const struct ggml_tensor * back);
 typedef const char * (*ggml_backend_flash_attn_back_path_t)(
@@ -193,6 +195,7 @@ SOURCE = """
 #include "ggml-alloc.h"
 #include "ggml-backend.h"
 #include "ggml-flash-attn-back.h"
+#include "ggml-flash-attn-back-train.h"
 
 #include <stdio.h>
 

@@ -47,7 +47,7 @@ class Graph:
     """A graph without memory that is freed at the end of a test."""
 
     def __init__(self, library: ggml.Library) -> None:
-        self.c, self.ffi = library.c, library.ffi
+        self.library, self.c, self.ffi = library, library.c, library.ffi
         memory = {"mem_size": 64 << 20, "mem_buffer": self.ffi.NULL, "no_alloc": True}
         self.ctx = self.c.ggml_init(memory)
 
@@ -117,6 +117,24 @@ def test_an_attention_that_nobody_differentiates_gets_no_node(made: Graph) -> No
     frozen = made.attend(made.tensor(64, 16, 9), made.tensor(64, 16, 3), made.tensor(64, 16, 3))
     graph = made.backward(made.c.ggml_mul(made.ctx, frozen, made.tensor(64, 9, 16, param=True)), 256)
     assert not [node for node in made.nodes(graph) if node.op == made.c.GGML_OP_FLASH_ATTN_BACK]
+
+
+@pytest.mark.parametrize(
+    ("v_heads", "mask", "words"),
+    [
+        (1, (16, 16), "k and v must have the same keys and heads"),
+        (3, (20, 16), "the mask must have the shape [M, >=N, Hm, Sm]"),
+        (3, (16, 9), "the mask must have the shape [M, >=N, Hm, Sm]"),
+    ],
+)
+def test_a_forward_that_takes_more_than_the_backward_is_refused_in_words(
+    made: Graph, cpu: ggml.Device, v_heads: int, mask: tuple[int, int], words: str
+) -> None:
+    q, k, v = made.tensor(64, 16, 9, param=True), made.tensor(64, 16, 3), made.tensor(64, 16, v_heads)
+    out = made.attend(q, k, v, made.tensor(*mask, kind="f16"))
+    handle = made.library.handle(cpu)
+    assert made.library.text(made.c.ggml_flash_attn_back_train_refusal(handle, out, 1)) == words
+    assert words in last_words(lambda: made.backward(out, 256))
 
 
 @pytest.mark.parametrize(

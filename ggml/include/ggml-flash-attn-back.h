@@ -50,7 +50,7 @@ extern "C" {
     // d:     [Dv, H,   N,   S] F32, the gradient of the output, any component stride but 0
     // result: 1-D F32, the wanted parts in order, each part (LSE and D together) padded to GGML_MEM_ALIGN
     //
-    // What a backend takes of this its supports_op says. A wrong shape, type or window is a failed GGML_ASSERT that names the rule.
+    // What a backend takes of this its supports_op says. A wrong shape, type or window aborts with the rule that it breaks.
     GGML_API struct ggml_tensor * ggml_flash_attn_back(
             struct ggml_context * ctx,
             struct ggml_tensor  * q,

@@ -62,6 +62,17 @@ static inline float ggml_flash_attn_back_slope(const struct ggml_flash_attn_back
     return h < n_head_log2 ? powf(m0, (float) (h + 1)) : powf(m1, (float) (2 * (h - n_head_log2) + 1));
 }
 
+// the rule of ggml_flash_attn_back's arguments that these break, in words, NULL if they keep all
+const char * ggml_flash_attn_back_broken_rule(
+    const struct ggml_tensor * q,
+    const struct ggml_tensor * k,
+    const struct ggml_tensor * v,
+    const struct ggml_tensor * mask,
+    const struct ggml_tensor * sinks,
+    const struct ggml_tensor * o,
+    const struct ggml_tensor * d,
+    struct ggml_flash_attn_back_params params);
+
 // Autodiff. Gradients that node's sources need, by source index, NULL where none is needed: one FLASH_ATTN_BACK node, its parts as views.
 void ggml_flash_attn_back_src_grads(
     struct ggml_context * ctx,

@@ -1,39 +1,46 @@
 #include "ggml-flash-attn-back-train.h"
 #include "ggml-flash-attn-back-impl.h"
 
+// why the device does not run a FLASH_ATTN_BACK node, NULL if it does
+static const char * refusal(ggml_backend_dev_t dev, const struct ggml_tensor * back) {
+    if (ggml_backend_dev_supports_op(dev, back)) {
+        return NULL;
+    }
+    const ggml_backend_flash_attn_back_refusal_t ask = (ggml_backend_flash_attn_back_refusal_t)
+        ggml_backend_reg_get_proc_address(ggml_backend_dev_backend_reg(dev), "ggml_backend_flash_attn_back_refusal");
+    const char * reason = ask ? ask(dev, back) : "the backend has no FLASH_ATTN_BACK";
+    return reason ? reason : "the device does not run FLASH_ATTN_BACK on these tensors";
+}
+
 const char * ggml_flash_attn_back_train_refusal(ggml_backend_dev_t dev, const struct ggml_tensor * attn, uint32_t grads) {
     GGML_ASSERT(attn->op == GGML_OP_FLASH_ATTN_EXT);
     if (!ggml_backend_dev_supports_op(dev, attn)) {
         return "the device does not run FLASH_ATTN_EXT on these tensors";
     }
 
-    struct ggml_init_params params = {
+    struct ggml_init_params memory = {
         /*.mem_size   =*/2 * ggml_tensor_overhead(),
         /*.mem_buffer =*/NULL,
         /*.no_alloc   =*/true,
     };
-    struct ggml_context * ctx = ggml_init(params);
+    struct ggml_context * ctx = ggml_init(memory);
     struct ggml_tensor * d    = ggml_new_tensor(ctx, GGML_TYPE_F32, GGML_MAX_DIMS, attn->ne);
     if (!attn->src[GGML_FLASH_ATTN_BACK_SRC_SINKS]) {
         grads &= ~(1u << GGML_FLASH_ATTN_BACK_DSINKS);
     }
-    const struct ggml_tensor * back = ggml_flash_attn_back(
-        ctx, attn->src[0], attn->src[1], attn->src[2], attn->src[3], attn->src[4], /*o =*/NULL, d,
-        (struct ggml_flash_attn_back_params){
-            /*.scale         =*/ggml_get_op_params_f32(attn, 0),
-            /*.max_bias      =*/ggml_get_op_params_f32(attn, 1),
-            /*.logit_softcap =*/ggml_get_op_params_f32(attn, 2),
-            /*.grads         =*/grads,
-            /*.kv_first      =*/0,
-            /*.kv_count      =*/0,
-        });
+    const struct ggml_flash_attn_back_params params = {
+        /*.scale         =*/ggml_get_op_params_f32(attn, 0),
+        /*.max_bias      =*/ggml_get_op_params_f32(attn, 1),
+        /*.logit_softcap =*/ggml_get_op_params_f32(attn, 2),
+        /*.grads         =*/grads,
+        /*.kv_first      =*/0,
+        /*.kv_count      =*/0,
+    };
+    struct ggml_tensor * const * src = attn->src;
 
-    const char * reason = NULL;
-    if (!ggml_backend_dev_supports_op(dev, back)) {
-        const ggml_backend_flash_attn_back_refusal_t refusal = (ggml_backend_flash_attn_back_refusal_t)
-            ggml_backend_reg_get_proc_address(ggml_backend_dev_backend_reg(dev), "ggml_backend_flash_attn_back_refusal");
-        reason = refusal ? refusal(dev, back) : "the backend has no FLASH_ATTN_BACK";
-        reason = reason ? reason : "the device does not run FLASH_ATTN_BACK on these tensors";
+    const char * reason = ggml_flash_attn_back_broken_rule(src[0], src[1], src[2], src[3], src[4], /*o =*/NULL, d, params);
+    if (!reason) {
+        reason = refusal(dev, ggml_flash_attn_back(ctx, src[0], src[1], src[2], src[3], src[4], /*o =*/NULL, d, params));
     }
     ggml_free(ctx);
     return reason;

@@ -90,6 +90,53 @@ struct ggml_flash_attn_back_node ggml_flash_attn_back_decode(const struct ggml_t
     return node;
 }
 
+const char * ggml_flash_attn_back_broken_rule(
+    const struct ggml_tensor * q,
+    const struct ggml_tensor * k,
+    const struct ggml_tensor * v,
+    const struct ggml_tensor * mask,
+    const struct ggml_tensor * sinks,
+    const struct ggml_tensor * o,
+    const struct ggml_tensor * d,
+    struct ggml_flash_attn_back_params params) {
+#define RULE(x, words) \
+    if (!(x)) { \
+        return words; \
+    }
+    RULE(q->type == GGML_TYPE_F32, "q must be F32");
+    RULE(fits(q) && fits(k) && fits(v), "q, k and v must have at most 2^42 elements");
+    RULE(k->ne[0] == q->ne[0], "k and q must have the same head size");
+    RULE(v->ne[1] == k->ne[1] && v->ne[2] == k->ne[2], "k and v must have the same keys and heads");
+    RULE(k->ne[3] == q->ne[3] && v->ne[3] == q->ne[3], "q, k and v must have the same number of sequences");
+    RULE(k->ne[2] > 0 && q->ne[2] % k->ne[2] == 0, "the query heads must be a multiple of the KV heads");
+    RULE(k->nb[0] == ggml_type_size(k->type) && v->nb[0] == ggml_type_size(v->type), "rows of k and v must be contiguous");
+
+    RULE(d && d->type == GGML_TYPE_F32, "d must be F32");
+    RULE(fits(d), "d must have at most 2^42 elements");
+    RULE(d->ne[0] == v->ne[0] && d->ne[1] == q->ne[2] && d->ne[2] == q->ne[1] && d->ne[3] == q->ne[3], "d must have the shape [Dv, H, N, S]");
+    RULE(q->nb[0] != 0 && d->nb[0] != 0, "q and d must not have a component stride of 0");
+    RULE(!o || (o->type == GGML_TYPE_F32 && ggml_are_same_shape(o, d)), "o must be F32 with the shape of d");
+
+    if (mask) {
+        RULE(mask->type == GGML_TYPE_F16, "the mask must be F16");
+        RULE(mask->ne[0] == k->ne[1] && mask->ne[1] >= q->ne[1], "the mask must have the shape [M, >=N, Hm, Sm]");
+        RULE(mask->ne[2] > 0 && q->ne[2] % mask->ne[2] == 0 && mask->ne[3] > 0 && q->ne[3] % mask->ne[3] == 0,
+            "the mask's heads and sequences must divide q's");
+        RULE(mask->nb[0] == sizeof(ggml_fp16_t), "rows of the mask must be contiguous");
+    }
+    RULE(params.max_bias <= 0.0f || mask, "ALiBi needs a mask");
+    RULE(!sinks || (sinks->type == GGML_TYPE_F32 && ggml_is_vector(sinks) && sinks->ne[0] == q->ne[2] && ggml_is_contiguous(sinks)),
+        "sinks must be F32 with the shape [H]");
+
+    RULE((params.grads & ~GRADS_ALL) == 0, "grads takes the bits of DQ, DK, DV and DSINKS");
+    RULE(sinks || !(params.grads & 1u << GGML_FLASH_ATTN_BACK_DSINKS), "dSinks need sinks");
+
+    RULE(params.kv_count > 0 || (params.kv_count == 0 && params.kv_first == 0), "a key window needs a count");
+    RULE(params.kv_first >= 0 && params.kv_count <= k->ne[1] - params.kv_first, "the key window must lie inside the keys");
+#undef RULE
+    return NULL;
+}
+
 struct ggml_tensor * ggml_flash_attn_back(
     struct ggml_context * ctx,
     struct ggml_tensor * q,
@@ -100,40 +147,14 @@ struct ggml_tensor * ggml_flash_attn_back(
     struct ggml_tensor * o,
     struct ggml_tensor * d,
     struct ggml_flash_attn_back_params params) {
+    const char * broken = ggml_flash_attn_back_broken_rule(q, k, v, mask, sinks, o, d, params);
+    if (broken) {
+        GGML_ABORT("ggml_flash_attn_back: %s", broken);
+    }
+
     struct ggml_flash_attn_back_node node = { 0 };
     node.grads                            = params.grads;
     set_shape(&node, q, k, v);
-
-    GGML_ASSERT(q->type == GGML_TYPE_F32 && "q must be F32");
-    GGML_ASSERT(fits(q) && fits(k) && fits(v) && "q, k and v must have at most 2^42 elements");
-    GGML_ASSERT(k->ne[0] == node.Dk && "k and q must have the same head size");
-    GGML_ASSERT(v->ne[1] == node.M && v->ne[2] == node.Hkv && "k and v must have the same keys and heads");
-    GGML_ASSERT(k->ne[3] == node.S && v->ne[3] == node.S && "q, k and v must have the same number of sequences");
-    GGML_ASSERT(node.Hkv > 0 && node.H % node.Hkv == 0 && "the query heads must be a multiple of the KV heads");
-    GGML_ASSERT(k->nb[0] == ggml_type_size(k->type) && v->nb[0] == ggml_type_size(v->type) && "rows of k and v must be contiguous");
-
-    GGML_ASSERT(d && d->type == GGML_TYPE_F32 && "d must be F32");
-    GGML_ASSERT(fits(d) && "d must have at most 2^42 elements");
-    GGML_ASSERT(d->ne[0] == node.Dv && d->ne[1] == node.H && d->ne[2] == node.N && d->ne[3] == node.S && "d must have the shape [Dv, H, N, S]");
-    GGML_ASSERT(q->nb[0] != 0 && d->nb[0] != 0 && "q and d must not have a component stride of 0");
-    GGML_ASSERT((!o || (o->type == GGML_TYPE_F32 && ggml_are_same_shape(o, d))) && "o must be F32 with the shape of d");
-
-    if (mask) {
-        GGML_ASSERT(mask->type == GGML_TYPE_F16 && "the mask must be F16");
-        GGML_ASSERT(mask->ne[0] == node.M && mask->ne[1] >= node.N && "the mask must have the shape [M, >=N, Hm, Sm]");
-        GGML_ASSERT(mask->ne[2] > 0 && node.H % mask->ne[2] == 0 && mask->ne[3] > 0 && node.S % mask->ne[3] == 0 &&
-            "the mask's heads and sequences must divide q's");
-        GGML_ASSERT(mask->nb[0] == sizeof(ggml_fp16_t) && "rows of the mask must be contiguous");
-    }
-    GGML_ASSERT((params.max_bias <= 0.0f || mask) && "ALiBi needs a mask");
-    GGML_ASSERT((!sinks || (sinks->type == GGML_TYPE_F32 && ggml_is_vector(sinks) && sinks->ne[0] == node.H && ggml_is_contiguous(sinks))) &&
-        "sinks must be F32 with the shape [H]");
-
-    GGML_ASSERT((params.grads & ~GRADS_ALL) == 0 && "grads takes the bits of DQ, DK, DV and DSINKS");
-    GGML_ASSERT((sinks || !ggml_flash_attn_back_wants(&node, GGML_FLASH_ATTN_BACK_DSINKS)) && "dSinks need sinks");
-
-    GGML_ASSERT((params.kv_count > 0 || (params.kv_count == 0 && params.kv_first == 0)) && "a key window needs a count");
-    GGML_ASSERT(params.kv_first >= 0 && params.kv_count <= node.M - params.kv_first && "the key window must lie inside the keys");
     node.kv_first = params.kv_first;
     node.kv_count = params.kv_count > 0 ? params.kv_count : node.M;
 
