@@ -295,7 +295,7 @@ static gradients reference(const problem & p) {
                 }
             }
             sum D;
-            for (int64_t e = 0; e < p.Dv && p.has_o; ++e) {
+            for (int64_t e = 0; e < p.Dv && p.has_o && max_key > -INFINITY; ++e) {
                 D.value += p.d.at(e, h, i, s) * p.o.at(e, h, i, s);
             }
             for (int64_t j = 0; j < p.M && !p.has_o; ++j) {

@@ -115,7 +115,7 @@ def backward(inputs: Inputs, progress: Callable[[float], None] | None = None) ->
     if inputs.o is not None:
         o = inputs.o.astype(np.float64)
     d_sum = np.einsum("snhc,snhc->shn", inputs.d.astype(np.float64), o)
-    d_sum[np.isneginf(lse)] = 0
+    d_sum[np.isinf(lse)] = 0
 
     first, count = inputs.kv_first, inputs.kv_count
     parts: dict[str, F64] = {}
@@ -173,7 +173,9 @@ def backward(inputs: Inputs, progress: Callable[[float], None] | None = None) ->
     if "dsinks" in inputs.grads:
         assert inputs.sinks is not None
         sinks = inputs.sinks.astype(np.float64)
-        parts["dsinks"] = -(np.exp(sinks[None, :, None] - lse) * d_sum).sum(axis=(0, 2))
+        with np.errstate(invalid="ignore"):  # LSE may be as infinite as the sink
+            shares = np.exp(sinks[None, :, None] - lse) * d_sum
+        parts["dsinks"] = -np.where(d_sum == 0, 0, shares).sum(axis=(0, 2))
     return parts
 
 
@@ -186,6 +188,9 @@ def _forward(a: _Attention, report: Callable[[float], None]) -> tuple[F64, F64]:
 
     def work(task: tuple[int, int, slice]) -> None:
         s, h, rows = task
+        if sinks is not None and np.isposinf(sinks[h]):  # it takes all
+            lse[s, h, rows] = np.inf
+            return
         g = h // a.group
         q = a.q(s, h, rows)
         top = np.full(q.shape[0], -np.inf if sinks is None else float(sinks[h]))

@@ -55,6 +55,23 @@ CASES: dict[str, tuple[Inputs, dict[str, Any]]] = {
         attention(heads([[1]]), heads([[0, LN2]]), heads([[0, 1]]), heads([[1]]), sinks=[0]),
         {"dq": [[LN2 / 4]], "dk": [[-0.125, 0.25]], "dv": [[0.25, 0.5]], "lse": [[log(4)]], "dsinks": [-0.125]},
     ),
+    "H6 a sink that takes all of one head": (
+        attention(
+            heads([[1], [1]]),
+            heads([TWO["k"][0]] * 2),
+            heads([TWO["v"][0]] * 2),
+            heads([[1], [1]]),
+            sinks=[np.inf, NINF],
+        ),
+        {
+            "dq": [[0], [DQ]],
+            "dk": [[0, 0], [-0.1875, 0.1875]],
+            "dv": [[0, 0], [0.25, 0.75]],
+            "lse": [[np.inf], [log(4)]],
+            "d": [[0], [0.75]],
+            "dsinks": [0, 0],
+        },
+    ),
     "H7 very negative LSE": (
         attention(heads([[1]]), heads([[-120, -120 + LN3]]), heads([[0, 1]]), heads([[1]])),
         {"dq": [[DQ]], "dk": [[-0.1875, 0.1875]], "dv": [[0.25, 0.75]], "lse": [[-120 + log(4)]]},

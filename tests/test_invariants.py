@@ -185,6 +185,19 @@ def test_thirty_runs_give_the_same_bits(op: Operator) -> None:
     assert len(digests) == 1
 
 
+@pytest.mark.parametrize("infinite", [np.inf, np.nan])
+def test_a_row_that_sees_a_sink_alone_leaves_every_gradient_alone(op: Operator, size: str, infinite: float) -> None:
+    given = f32(size, mask="rows", sinks=1)
+    assert given.mask is not None
+    unseeing = np.isneginf(given.mask[0, 0, : given.q.shape[2]]).all(axis=1)
+    assert unseeing.any()
+    given.d[:, unseeing] = 0
+    quiet = op.run(given)
+    given.d[:, unseeing] = infinite
+    for part, array in op.run(given).items():
+        np.testing.assert_array_equal(array, quiet[part], err_msg=part)
+
+
 @pytest.mark.parametrize("keys", [200, 9400])  # the latter are more than the CPU keeps at once
 def test_keys_that_a_bias_outweighs_are_as_masked(op: Operator, keys: int) -> None:
     rng = np.random.default_rng(0)

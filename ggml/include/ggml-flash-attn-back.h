@@ -12,7 +12,8 @@
 //     dq_i = scale * sum_j ds * k_j             dk_j = scale * sum_{h in group, i} ds * q_i
 //     dv_j = sum_{h in group, i} p * do_i       dsink_h = -sum_{s, i} exp(sink_h - LSE) * D
 //
-// A row with every s = -inf and no sink has LSE = -inf, D = 0 and no gradient; a key that every row masks gets exact zeros.
+// A row with every s = -inf has LSE = sink_h, -inf without sinks, and D = 0 and no gradient; a key that every row masks gets exact zeros.
+// A sink of +inf takes all of its head's rows: LSE = +inf, p = 0, D = 0 and no gradient, that of the sink included.
 
 #include "ggml.h"
 

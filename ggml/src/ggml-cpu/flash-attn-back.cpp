@@ -188,7 +188,7 @@ struct row_stats {
     float bias[ROW_TILE]; // largest bias of the row: s goes without it, since -65504 would cost it 12 bits
     float m[ROW_TILE];    // max s, -INFINITY if there is none
     float D[ROW_TILE];
-    float inv_l[ROW_TILE]; // 0 for a row that sees nothing
+    float inv_l[ROW_TILE]; // 0 for a row whose P is 0
 };
 
 // how a row tile sees a key tile
@@ -654,18 +654,18 @@ struct flash_attn_back {
                 const float sink = sinks ? ((const float *) sinks->data)[x.h] - stats.bias[i] : -INFINITY;
                 double l         = stats.l[i];
                 double a         = stats.a[i];
-                if (sink > -INFINITY) {
+                const bool empty = l == 0.0 || sink == INFINITY; // P is 0
+                if (sink > -INFINITY && !empty) {
                     const float m        = std::max(stats.m[i], sink);
                     const double rescale = std::exp((double) stats.m[i] - m);
                     l                    = l * rescale + std::exp((double) sink - m);
                     a                    = a * rescale;
                     stats.m[i]           = m;
                 }
-                const bool empty = l == 0.0;
-                stats.inv_l[i]   = empty ? 0.0f : (float) (1.0 / l);
-                stats.D[i]       = empty ? 0.0f : (float) (o ? dot_o(x, i - x.row) : a / l);
-                lse[i]           = empty ? -INFINITY : (float) (stats.m[i] + std::log(l) + stats.bias[i]);
-                D[i]             = stats.D[i];
+                stats.inv_l[i] = empty ? 0.0f : (float) (1.0 / l);
+                stats.D[i]     = empty ? 0.0f : (float) (o ? dot_o(x, i - x.row) : a / l);
+                lse[i]         = empty ? sink : (float) (stats.m[i] + std::log(l) + stats.bias[i]);
+                D[i]           = stats.D[i];
             }
         });
     }
@@ -740,7 +740,7 @@ struct flash_attn_back {
         }
 
         for (int64_t i = 0; i < n_rows; ++i) {
-            if (stats.inv_l[i] == 0.0f) { // nothing of a row that sees nothing, not even NaN, may reach dK and dV
+            if (stats.inv_l[i] == 0.0f) { // nothing of a row whose P is 0, not even NaN, may reach dK and dV
                 std::fill(qr + i * p.ldk, qr + (i + 1) * p.ldk, 0.0f);
                 std::fill(dor + i * p.ldv, dor + (i + 1) * p.ldv, 0.0f);
             }
@@ -825,7 +825,7 @@ struct flash_attn_back {
         const float sink  = ((const float *) sinks->data)[h];
         double sum        = 0.0;
         for (int64_t s = 0; s < node.S; ++s) {
-            for (int64_t i = 0; i < node.N && sink > -INFINITY; ++i) {
+            for (int64_t i = 0; i < node.N && std::isfinite(sink); ++i) { // D is 0 under a sink of INFINITY
                 const int64_t r = (s * node.H + h) * node.N + i;
                 sum -= std::exp((double) sink - lse[r]) * D[r];
             }
