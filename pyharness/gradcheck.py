@@ -111,6 +111,7 @@ def check(
             case, device.name, case.seed(seed), "unsupported", "a cast to a quantised type has no gradient"
         )
     given = inputs.make(case.replace(layout="cont"), seed)
+    given.q, _, _, given.d = given.shown()
     problem = _Problem(given, graph, _values(given, graph))
     rng = np.random.default_rng(case.seed(seed))
     wanted = _wanted(given, graph)
@@ -138,12 +139,8 @@ def graphs(case: Case) -> list[str]:
 
 def _values(given: inputs.Inputs, graph: str) -> dict[str, F64]:
     """The arrays that stand in the graph, rounded as the casts round them; keys that no row sees are zeros."""
-    seen = given.seen()[..., None]
-    values: dict[str, F64] = {
-        "q": given.q.astype(np.float64),
-        "k": np.where(seen, given.k_f32(), 0).astype(np.float64),
-        "v": np.where(seen, given.v_f32(), 0).astype(np.float64),
-    }
+    q, k, v, _ = given.shown()
+    values: dict[str, F64] = {name: x.astype(np.float64) for name, x in (("q", q), ("k", k), ("v", v))}
     if given.sinks is not None:
         values["sinks"] = given.sinks.astype(np.float64)
     if graph == "shared":

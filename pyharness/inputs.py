@@ -63,6 +63,28 @@ class Inputs:
         whole = by_head[np.arange(s)[:, None] % by_head.shape[0], np.arange(h)[None] % by_head.shape[1]]
         return np.asarray(whole.reshape(s, hkv, h // hkv, m).any(axis=2))
 
+    def sees(self) -> NDArray[np.bool_]:
+        """Which rows see some key, [S, H, N]."""
+        s, h, _, n, m = self.sizes
+        if self.mask is None:
+            return np.full((s, h, n), m > 0)
+        by_head = (self.mask[:, :, :n].view(np.uint16) != 0xFC00).any(axis=3)
+        return np.asarray(by_head[np.arange(s)[:, None] % by_head.shape[0], np.arange(h)[None] % by_head.shape[1]])
+
+    def shown(self) -> tuple[F32, F32, F32, F32]:
+        """q, k, v [.., D] and d as they count: zeros where no row sees the key or the row sees no key."""
+        keys, rows = self.seen()[..., None], self.sees()[..., None]
+
+        def where(seen: NDArray[np.bool_], values: F32) -> F32:
+            return values if seen.all() else np.where(seen, values, np.float32(0))
+
+        return (
+            where(rows, self.q),
+            where(keys, self.k_f32()),
+            where(keys, self.v_f32()),
+            where(rows.transpose(0, 2, 1, 3), self.d),
+        )
+
     def unmasked(self) -> int:
         """Pairs (sequence, query head, query, key) that the mask leaves."""
         s, h, _, n, m = self.sizes
@@ -103,17 +125,28 @@ def make(case: Case, seed: int) -> Inputs:
     if case.vview:
         inputs.v = inputs.k[..., : inputs.v.shape[-1]]
 
-    unseen = ~inputs.seen()
-    if unseen.any():
-        for data, kind in (
-            ((inputs.k, case.type_K),) if case.vview else ((inputs.k, case.type_K), (inputs.v, case.type_V))
-        ):
-            rows = data[unseen]
-            quant.spoil(rows, kind, rng)
-            data[unseen] = rows
+    spoil(inputs, rng)
     if case.o:
         inputs.o = reference.forward(inputs).astype(np.float32)
     return inputs
+
+
+def spoil(inputs: Inputs, rng: np.random.Generator) -> None:
+    """Overwrite in place what must not count: keys that no row sees, rows of q and d that see no key (half of them huge
+    numbers, half NaN and Inf)."""
+    unseen, blind = ~inputs.seen(), ~inputs.sees()
+    if unseen.any():
+        keys = [(inputs.k, inputs.type_K)] + [(inputs.v, inputs.type_V)] * (not inputs.case.vview)
+        for data, kind in keys:
+            rows = data[unseen]
+            quant.spoil(rows, kind, rng)
+            data[unseen] = rows
+    if not blind.any():
+        return
+    for array in [inputs.q] + [inputs.d.transpose(0, 2, 1, 3)] * (inputs.case.layout != "bcast"):
+        rows = array[blind] * np.float32(1e30)
+        quant.spoil(rows[::2].view(np.uint8), "f32", rng)
+        array[blind] = rows
 
 
 def blank(case: Case) -> Inputs:

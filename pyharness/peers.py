@@ -74,8 +74,9 @@ def all_of(names: Sequence[str], library: Library, device: Device, given: Inputs
             yield from torch_peers(device, given, "bfloat16" if given.type_K == "bf16" else "float16")
 
 
-def _clean(rows: F32, given: Inputs) -> F32:
-    return np.where(given.seen()[..., None], rows, np.float32(0))
+def _arrays(given: Inputs) -> tuple[F32, F32, F32, F32]:
+    q, k, v, d = given.shown()
+    return q, k, v, d.transpose(0, 2, 1, 3)
 
 
 def _plain_attention(given: Inputs) -> None:
@@ -194,8 +195,7 @@ class Unfused(Peer):
         v = c.ggml_new_tensor_4d(leaves, c.GGML_TYPE_F32, dv, m, hkv, s)
         d = c.ggml_new_tensor_4d(leaves, c.GGML_TYPE_F32, dv, rows, hkv, s)
         mask = ffi.NULL
-        uploads: list[tuple[Any, NDArray[Any]]] = [(q, given.q), (d, given.d.transpose(0, 2, 1, 3))]
-        uploads += [(k, _clean(given.k_f32(), given)), (v, _clean(given.v_f32(), given))]
+        uploads: list[tuple[Any, NDArray[Any]]] = list(zip((q, k, v, d), _arrays(given), strict=True))
         if given.mask is not None:
             mask = c.ggml_new_tensor_4d(leaves, c.GGML_TYPE_F16, *reversed(given.mask.shape))
             uploads.append((mask, given.mask))
@@ -369,8 +369,7 @@ class Plain:
     @functools.cached_property
     def arrays(self) -> tuple[F32, F32, F32, F32]:
         """q [S, H, N, Dk], k [S, Hkv, M, Dk] and v [S, Hkv, M, Dv] dequantised, d [S, H, N, Dv]."""
-        given = self.given
-        return given.q, _clean(given.k_f32(), given), _clean(given.v_f32(), given), given.d.transpose(0, 2, 1, 3)
+        return _arrays(self.given)
 
 
 class TorchPeer(Peer):

@@ -47,9 +47,7 @@ class _Attention:
         self.s, self.h, self.hkv, self.n, self.m = inputs.sizes
         self.group = self.h // self.hkv
         self.slope = slopes(self.h, inputs.max_bias)
-        self.seen = inputs.seen()
-        self._k = inputs.k_f32()
-        self._v = inputs.v_f32()
+        self._q, self._k, self._v, self.incoming = inputs.shown()
 
     def row_blocks(self) -> list[slice]:
         return [slice(a, min(a + ROWS, self.n)) for a in range(0, self.n, ROWS)]
@@ -58,20 +56,16 @@ class _Attention:
         return [slice(a, min(a + KEYS, self.m)) for a in range(0, self.m, KEYS)]
 
     def q(self, s: int, h: int, rows: slice) -> F64:
-        return self.inputs.q[s, h, rows].astype(np.float64)
+        return self._q[s, h, rows].astype(np.float64)
 
     def d(self, s: int, h: int, rows: slice) -> F64:
-        return self.inputs.d[s, rows, h].astype(np.float64)
+        return self.incoming[s, rows, h].astype(np.float64)
 
     def k(self, s: int, g: int, keys: slice) -> F64:
-        return self._block(self._k, s, g, keys)
+        return self._k[s, g, keys].astype(np.float64)
 
     def v(self, s: int, g: int, keys: slice) -> F64:
-        return self._block(self._v, s, g, keys)
-
-    def _block(self, data: NDArray[np.float32], s: int, g: int, keys: slice) -> F64:
-        """Rows of K or V, those that no query sees as zeros."""
-        return np.where(self.seen[s, g, keys, None], data[s, g, keys], 0).astype(np.float64)
+        return self._v[s, g, keys].astype(np.float64)
 
     def scores(self, s: int, h: int, rows: slice, keys: slice, q: F64, k: F64) -> tuple[F64, F64 | None] | None:
         """Scores of a block and, with a softcap, the factor of its derivative; None if the mask hides all of it."""
@@ -87,7 +81,7 @@ class _Attention:
         scores = q @ k.T
         scores *= self.inputs.scale
         factor = None
-        if self.inputs.softcap > 0:
+        if self.inputs.softcap:
             scores /= self.inputs.softcap
             np.tanh(scores, out=scores)
             factor = 1 - scores * scores
@@ -114,7 +108,7 @@ def backward(inputs: Inputs, progress: Callable[[float], None] | None = None) ->
     lse, o = _forward(a, lambda x: report(0.3 * x))
     if inputs.o is not None:
         o = inputs.o.astype(np.float64)
-    d_sum = np.einsum("snhc,snhc->shn", inputs.d.astype(np.float64), o)
+    d_sum = np.einsum("snhc,snhc->shn", a.incoming.astype(np.float64), o)
     d_sum[np.isinf(lse)] = 0
 
     first, count = inputs.kv_first, inputs.kv_count

@@ -49,6 +49,21 @@ def test_keys_that_no_row_sees_hold_nan(type_name: str) -> None:
         assert not np.isfinite(values[0, 0, 24:]).all(axis=1).any()
 
 
+def test_rows_that_see_no_key_hold_nan_or_huge_numbers_and_count_as_zeros() -> None:
+    given = inputs.make(small(mask="rows", mh=2, nb=40), 0)
+    assert given.mask is not None
+    hidden = np.isneginf(given.mask[0]).all(axis=2)
+    np.testing.assert_array_equal(given.sees()[0], ~hidden[[0, 1, 0, 1]])
+    q, _, _, d = given.shown()
+    for values, counted in ((given.q, q), (given.d.transpose(0, 2, 1, 3), d.transpose(0, 2, 1, 3))):
+        blind = values[~given.sees()]
+        assert np.abs(blind[np.isfinite(blind)]).max() > 1e28
+        assert 0.4 < np.isnan(blind).any(axis=1).mean() < 0.6
+        assert np.abs(values[given.sees()]).max() < 10
+        assert not counted[~given.sees()].any()
+        np.testing.assert_array_equal(counted[given.sees()], values[given.sees()])
+
+
 def visible(text: str) -> list[str]:
     """The first mask, a string for each row: x where it lets the key through."""
     mask = inputs.make(case(f"hsk=8,hsv=8,nh=2,nhkv=1,{text}"), 0).mask

@@ -36,6 +36,8 @@ def row_by_row(x: Inputs) -> dict[str, NDArray[np.float64]]:
     for s, h, i in np.ndindex(sequences, heads, rows):
         g = h // (heads // kv_heads)
         q, d = x.q[s, h, i].astype(np.float64), x.d[s, i, h].astype(np.float64)
+        if x.mask is not None and np.isneginf(x.mask[s % x.mask.shape[0], h % x.mask.shape[1], i]).all():
+            q, d = np.zeros_like(q), np.zeros_like(d)
         scores = x.scale * k[s, g] @ q
         factor = np.ones(keys)
         if x.softcap:
