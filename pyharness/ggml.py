@@ -275,7 +275,8 @@ def _operands(inputs: Inputs) -> dict[str, _Operand]:
 
     def repeated(array: NDArray[Any], kind: str = "f32") -> _Operand:
         storage = np.empty(array.shape[-1:], array.dtype)
-        return _Operand(storage, np.broadcast_to(storage, array.shape), kind)
+        strides = (*[0] * (array.ndim - 1), array.itemsize)
+        return _Operand(storage, np.lib.stride_tricks.as_strided(storage, array.shape, strides), kind)
 
     arrange = {"perm": swapped, "strided": strided}.get(layout, plain)
     arrange_kv = {"perm": swapped, "cache": cached}.get(layout, plain)
@@ -412,13 +413,9 @@ class Session:
         for name, operand in self._node.operands.items():
             if operand.parent is not None:
                 continue
-            array: NDArray[Any] = getattr(self.inputs, name)
-            if operand.view.strides and 0 in operand.view.strides and array.size:
-                operand.storage[...] = array.reshape(-1, array.shape[-1])[0]
-            else:
-                if operand.view.size != operand.storage.size:
-                    operand.storage.view(np.uint8)[...] = GUARD_BYTE
-                operand.view[...] = array
+            if operand.view.size != operand.storage.size:
+                operand.storage.view(np.uint8)[...] = GUARD_BYTE
+            operand.view[...] = getattr(self.inputs, name)
             self.library.upload(self._node.storages[name], operand.storage)
         self._node.operands.clear()
 
