@@ -27,6 +27,8 @@ PERF = TESTS / "flash-attn-back-perf.def"
 GRAD = TESTS / "flash-attn-back-grad.def"
 LIMITS = TESTS / "flash-attn-back-limits.def"
 
+NUMBER = r"[-+]?[0-9]*\.?[0-9]+(?:[eE][-+]?[0-9]+)?"
+FLOAT_MAX = 3.4028234663852886e38
 MASKS = ("none", "causal", "swa:W", "random", "rows", "docs:L", "lowest", "bias", "pad")
 DATA = ("normal", "uniform", "vconst", "kmean", "tiny", "huge", "logits", "outlier", "zero")
 LAYOUTS = ("cont", "perm", "cache", "strided", "bcast")
@@ -132,7 +134,7 @@ class Case:
 
     def seed(self, base: int) -> int:
         """Seed of the case's inputs: it depends on the case and the base seed, not on what else is selected."""
-        return int.from_bytes(hashlib.sha256(f"{self}#{base}".encode()).digest()[:8], "little")
+        return int.from_bytes(hashlib.sha256(f"{self}#{base}".encode(errors="backslashreplace")).digest()[:8], "little")
 
     @property
     def wanted(self) -> tuple[str, ...]:
@@ -161,10 +163,11 @@ def _text(value: Any) -> str:
 
 def _convert(key: str, value: str) -> Any:
     kind: Callable[[str], Any] = type(DEFAULTS[key])
-    try:
-        return kind(value)
-    except ValueError:
-        raise errors.Usage(f"{key}={value}: not {'an integer' if kind is int else 'a number'}") from None
+    if kind is int and not re.fullmatch(r"-?[0-9]{1,10}", value):
+        raise errors.Usage(f"{key}={value}: not an integer of at most 10 digits")
+    if kind is float and not (re.fullmatch(NUMBER, value) and abs(float(value)) <= FLOAT_MAX):
+        raise errors.Usage(f"{key}={value}: not a number that a float holds")
+    return kind(value)
 
 
 def _expect(ok: bool, key: str, value: Any, allowed: str) -> None:
@@ -197,7 +200,11 @@ def _check(case: Case) -> None:
     expect("nhkv", case.nh % case.nhkv == 0, f"a divisor of nh={case.nh}")
     mask, _, width = case.mask.partition(":")
     known = any(mask == name.partition(":")[0] and bool(width) == (":" in name) for name in MASKS)
-    expect("mask", known and (not width or (width.isdigit() and int(width) > 0)), "one of " + ", ".join(MASKS))
+    expect(
+        "mask",
+        known and (not width or re.fullmatch("0*[1-9][0-9]{0,9}", width) is not None),
+        "one of " + ", ".join(MASKS),
+    )
     if case.mask == "none":
         for key in ("mh", "ms", "mpad", "max_bias"):
             expect(key, getattr(case, key) == DEFAULTS[key], f"{_text(DEFAULTS[key])} without a mask")
@@ -225,7 +232,7 @@ def limits(path: Path = LIMITS) -> dict[str, float]:
     """The limits of a .def file, `LIMIT(name, value)` a line."""
 
     def parse(line: str) -> tuple[str, float]:
-        match = re.fullmatch(r"LIMIT\((\w+),\s*([-+.\w]+)\)", line)
+        match = re.fullmatch(rf"LIMIT\((\w+),\s*({NUMBER})\)", line)
         if not match:
             raise errors.Usage(f"not a limit: {line!r}", "write LIMIT(name, value)")
         return match[1], float(match[2])
@@ -238,6 +245,8 @@ def _lines(path: Path, parse: Callable[[str], T]) -> list[tuple[int, T]]:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise errors.Usage(f"{path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise errors.Usage(f"{path}: not text in UTF-8") from None
     items = []
     for number, whole in enumerate(text.splitlines(), 1):
         line = whole.partition("//")[0].strip()

@@ -84,6 +84,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"pyharness {verb}: interrupted", file=sys.stderr)
         return errors.INTERRUPTED
+    except MemoryError as error:
+        print(f"pyharness {verb}: {error or 'out of memory'}", file=sys.stderr)
+        print("  choose smaller cases, or a machine with more memory", file=sys.stderr)
+        return errors.Environment.exit_code
     except OSError as error:  # what no module foresaw: a program or a folder that is not there, a full disk
         print(f"pyharness {verb}: {error}", file=sys.stderr)
         return errors.Environment.exit_code

@@ -33,7 +33,8 @@ set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS ${manifest})
 add_custom_command(OUTPUT ${header}
     COMMAND ${CMAKE_COMMAND} -DHEADER=${header} -P ${CMAKE_CURRENT_LIST_FILE}
     DEPENDS ${files} ${manifest} ${CMAKE_CURRENT_LIST_FILE}
-    COMMENT "Digest of the FLASH_ATTN_BACK sources")
+    COMMENT "Digest of the FLASH_ATTN_BACK sources"
+    VERBATIM)
 add_custom_target(ggml-flash-attn-back-source DEPENDS ${header})
 
 target_sources(ggml-base PRIVATE ggml-flash-attn-back.c ggml-flash-attn-back-impl.h ../include/ggml-flash-attn-back.h)
