@@ -10,6 +10,7 @@ import importlib.util
 import json
 import os
 import shlex
+import struct
 import subprocess
 import sys
 import sysconfig
@@ -501,7 +502,10 @@ def find_libraries(libs: Path | None, preset: str) -> Path:
     if (directory / "libggml-base.so").exists():
         return directory.resolve()
     if libs:
-        raise errors.Environment(f"no libggml-base.so in {libs}", "give the directory that holds the built libraries")
+        raise errors.Environment(
+            f"no libggml-base.so in {libs}",
+            "give the directory of the built libraries, shared ones (BUILD_SHARED_LIBS=ON)",
+        )
     raise errors.Environment(
         f"preset {preset} is not built: no libggml-base.so in {directory}",
         f"run ./scripts/oracle, or: cmake --preset {preset} && cmake --build build/{preset} --target ggml",
@@ -577,11 +581,22 @@ def build_extension(directory: Path) -> Path:
     return extension
 
 
+def _check_whole(library: Path) -> None:
+    """Refuse an ELF file that ends before its last table does: the process would die of loading it."""
+    with library.open("rb") as file:
+        header = file.read(64)
+    if header.startswith(b"\x7fELF\x02\x01") and len(header) == 64:
+        offset, size, count = struct.unpack_from("<Q10xHH", header, 40)
+        if library.stat().st_size < offset + size * count:
+            raise errors.Environment(f"{library}: cut off", "delete it, then copy or build it again")
+
+
 def _load_shared(directory: Path) -> None:
     """Map the libraries so that the extension finds their symbols: base first, libggml last, backends between."""
     names = sorted(directory.glob("libggml-*.so"), key=lambda path: path.name != "libggml-base.so")
     for path in [*names, *directory.glob("libggml.so")]:
         try:
+            _check_whole(path)
             ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
         except OSError as error:
             raise errors.Environment(
@@ -594,11 +609,14 @@ def import_extension(path: Path) -> Any:
     loader = importlib.machinery.ExtensionFileLoader(MODULE, str(path))
     spec = importlib.util.spec_from_file_location(MODULE, path, loader=loader)
     assert spec
-    module = importlib.util.module_from_spec(spec)
+    _check_whole(path)
     try:
+        module = importlib.util.module_from_spec(spec)
         loader.exec_module(module)
     except ImportError as error:
-        raise errors.Environment(f"{path}: {error}", "the libraries are older than the headers: build again") from None
+        older = "undefined symbol" in str(error)
+        hint = "the libraries are older than the headers: build again" if older else "delete it: it is built again"
+        raise errors.Environment(f"{path}: {str(error).removeprefix(f'{path}: ')}", hint) from None
     try:
         for name in STRUCTS:  # cffi compares layouts when a struct is first used
             module.ffi.sizeof(name)

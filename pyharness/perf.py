@@ -518,6 +518,9 @@ def run(args: argparse.Namespace) -> int:
 def _given_ceilings(args: argparse.Namespace) -> dict[str, Any] | None:
     if args.ceiling_tflops is None and args.ceiling_gbs is None:
         return None
+    for option, value in (("--ceiling-tflops", args.ceiling_tflops), ("--ceiling-gbs", args.ceiling_gbs)):
+        if value is not None and not 0 < value < math.inf:
+            raise errors.Usage(f"{option} {value}: must be above 0 and finite")
     scaled = [
         None if x is None else statement.number(x * f)
         for x, f in ((args.ceiling_tflops, 1e12), (args.ceiling_gbs, 1e9))

@@ -65,7 +65,6 @@ def write(
     monitor: dict[str, Any] | None = None,
     perf: dict[str, Any] | None = None,
     train: dict[str, Any] | None = None,
-    argv: Sequence[str] | None = None,
 ) -> Path:
     """Write the receipt of a run below `directory` and return its path; `started`, `finished` are time.time()."""
     document = statement.build(
@@ -80,7 +79,6 @@ def write(
         perf=perf,
         monitor=monitor,
         train=train,
-        argv=argv,
     )
     return statement.save(directory, document)
 

@@ -285,7 +285,6 @@ def build(
     perf: dict[str, Any] | None = None,
     monitor: dict[str, Any] | None = None,
     train: dict[str, Any] | None = None,
-    argv: Sequence[str] | None = None,
     root: Path = ROOT,
 ) -> Document:
     """The document of one run; its id is set. `started` and `finished` are time.time()."""
@@ -301,7 +300,7 @@ def build(
         "schema": VERSION,
         "mode": mode,
         "partial": partial,
-        "argv": [_argument(a, root) for a in (sys.argv[1:] if argv is None else argv)],
+        "argv": [_argument(a, root) for a in sys.argv[1:]],
         "seed": seed,
         "started": moment(started),
         "finished": moment(finished),

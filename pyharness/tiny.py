@@ -9,6 +9,8 @@ from typing import Any
 import gguf
 import numpy as np
 
+from . import errors
+
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
@@ -49,10 +51,10 @@ SHAPES = {
 
 def write(file: Path, shape: Shape, vocabulary: Path, seed: int = 0, noise: float = 0) -> None:
     """Writes an F32 model with random weights and the tokenizer of `vocabulary`, a ggml-vocab-*.gguf of llama.cpp.
+    Raises errors.Usage if that is none.
 
     `noise` changes every weight by a normal number times it, relative to the weight."""
-    reader = gguf.GGUFReader(vocabulary)
-    tokenizer = {name: field for name, field in reader.fields.items() if name.startswith("tokenizer.")}
+    tokenizer = _tokenizer(vocabulary)
     words = shape.words or len(tokenizer["tokenizer.ggml.tokens"].data)
     writer = gguf.GGUFWriter(file, shape.arch)
     for name, value in _metadata(shape, words).items():
@@ -75,6 +77,18 @@ def write(file: Path, shape: Shape, vocabulary: Path, seed: int = 0, noise: floa
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def _tokenizer(vocabulary: Path) -> dict[str, gguf.ReaderField]:
+    hint = "give a ggml-vocab-*.gguf of llama.cpp"
+    try:
+        reader = gguf.GGUFReader(vocabulary)
+    except (ValueError, IndexError, KeyError, OverflowError, MemoryError, TypeError) as error:
+        raise errors.Usage(f"{vocabulary}: not a whole GGUF file: {error}", hint) from None
+    found = {name: field for name, field in reader.fields.items() if name.startswith("tokenizer.")}
+    if "tokenizer.ggml.tokens" not in found:
+        raise errors.Usage(f"{vocabulary}: no tokenizer in it", hint)
+    return found
 
 
 def _metadata(shape: Shape, words: int) -> dict[str, Any]:

@@ -52,6 +52,9 @@ SCHEDULE = {"lr": 3e-4, "warmup": 10}
 NOISE = 1e-6
 """Relative change of the weights of a control run: a training that lets it grow past the limit cannot tell a fault."""
 
+CELLS = 256
+"""What llama.cpp rounds a context up to; training takes no other."""
+
 CONTEXTS = {"cpu": (512, 1024, 2048), "cuda": (512, 4096, 16384)}
 CARD = 24 << 30
 """What --bench measures: contexts, and the bytes of a card that it searches the longest context for."""
@@ -240,7 +243,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where to train (default: cpu)")
     parser.add_argument("--shape", choices=tiny.SHAPES, default="llama", help="shape of the model (default: llama)")
     parser.add_argument("--steps", type=int, default=50, metavar="N", help="optimizer steps (default: 50)")
-    parser.add_argument("--ctx", type=int, default=256, metavar="N", help="context, a multiple of 256 (default: 256)")
+    parser.add_argument(
+        "--ctx", type=int, default=256, metavar="N", help=f"context, a multiple of {CELLS} (default: 256)"
+    )
     parser.add_argument("--tokens", type=int, metavar="N", help="of the text, 0 = all (default: 7.5 contexts)")
     parser.add_argument("--lr", type=float, default=SCHEDULE["lr"], help="AdamW's learning rate (default: 3e-4)")
     parser.add_argument("--warmup", type=int, default=SCHEDULE["warmup"], metavar="N", help="steps to it (default: 10)")
@@ -260,8 +265,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Train, compare, write; 0 when every check passed, 1 when one failed."""
+    if args.ctx % CELLS:
+        raise errors.Usage(f"--ctx {args.ctx}: must be a multiple of {CELLS}")
     args.out.mkdir(parents=True, exist_ok=True)
     program = args.libs / PROGRAM if args.libs else prepare(args.device)
+    if not program.is_file():
+        hint = f"build it there, on a llama.cpp tree: cmake --build BUILD --target {PROGRAM}"
+        raise errors.Environment(f"no {PROGRAM} in {program.parent}", hint)
     text = args.text
     if text is None:
         text = args.out / "text.txt"
@@ -428,10 +438,9 @@ def stamp(
             {"name": c.name, "found": number(c.found), "limit": number(c.limit), "passed": c.passed} for c in checks
         ],
     }
-    words = sys.argv[1:]
     path = receipt.write(
         args.receipts, "train", library, [], seed=0, partial=False, started=started, finished=time.time(),
-        case_files=[], train=train, argv=words if words[:1] == ["train"] else ["train", *words],
+        case_files=[], train=train,
     )  # fmt: skip
     print(f"receipt {path}", file=sys.stderr)
 
@@ -536,12 +545,3 @@ def bench(args: argparse.Namespace, program: Path, model: Path, text: Path, comm
         print(f"longest of 512, 1024, 2048, ... on {CARD >> 30} GiB, flash attention {fa}: {longest}")
     (args.out / "bench.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     return 0
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(prog="scripts/train-demo", description=(__doc__ or "").strip())
-    add_arguments(parser)
-    try:
-        sys.exit(run(parser.parse_args()))
-    except errors.Failure as failure:
-        sys.exit(f"train-demo: {failure}\n  {failure.hint}".rstrip())

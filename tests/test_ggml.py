@@ -41,8 +41,10 @@ def test_an_unknown_device_is_answered_with_the_known_ones(library: ggml.Library
 
 
 def test_a_place_without_libraries_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:
-    with pytest.raises(errors.Environment, match=r"no libggml-base\.so"):
+    (tmp_path / "libggml-base.a").touch()
+    with pytest.raises(errors.Environment, match=r"no libggml-base\.so") as caught:
         ggml.find_libraries(tmp_path, "cpu")
+    assert "shared ones (BUILD_SHARED_LIBS=ON)" in caught.value.hint
     with pytest.raises(errors.Environment) as caught:
         ggml.find_libraries(None, "nonexistent")
     assert "./scripts/oracle" in caught.value.hint
@@ -64,6 +66,22 @@ def test_headers_that_have_drifted_are_an_error_before_anything_runs(
     with pytest.raises(errors.Environment) as caught:
         ggml.import_extension(ggml.build_extension(tmp_path))
     assert "drifted apart" in caught.value.hint
+
+
+@pytest.mark.parametrize("found", [b"", b"no library", b"\x7fELF", "a cut binding", "another library"])
+def test_a_binding_that_cannot_be_loaded_is_an_error_that_says_what_to_do(
+    tmp_path: Path, library: ggml.Library, found: bytes | str
+) -> None:
+    names = {"a cut binding": f"{ggml.MODULE}.abi3.so", "another library": "libggml-base.so"}
+    if isinstance(found, str):
+        whole = (library.directory / names[found]).read_bytes()
+        found = whole[: len(whole) // 2] if "cut" in found else whole
+    extension = tmp_path / f"{ggml.MODULE}.abi3.so"
+    extension.write_bytes(found)
+    with pytest.raises(errors.Environment) as caught:
+        ggml.import_extension(ggml.build_extension(tmp_path))
+    assert str(caught.value).count(str(extension)) == 1
+    assert "delete it" in caught.value.hint
 
 
 def test_the_binding_is_built_once_and_again_when_a_header_changes(tmp_path: Path, library: ggml.Library) -> None:

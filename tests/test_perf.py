@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import csv
 import dataclasses
 import io
@@ -139,6 +140,13 @@ def test_the_floor_is_the_larger_of_traffic_and_products() -> None:
     found = perf.floor(2_000_000, 10**9, ceilings, median_ns=8e6)
     assert found == {"bytes": 2_000_000, "memory_ns": "2000000.0", "compute_ns": "1000000.0", "fraction": "0.25"}
     assert perf.floor(2_000_000, None, perf.NO_CEILINGS, 8e6)["fraction"] is None
+
+
+@pytest.mark.parametrize("ceiling", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_ceiling_that_bounds_nothing_is_refused(ceiling: float) -> None:
+    for args in ({"ceiling_tflops": ceiling, "ceiling_gbs": None}, {"ceiling_tflops": 1.0, "ceiling_gbs": ceiling}):
+        with pytest.raises(errors.Usage, match="must be above 0"):
+            perf._given_ceilings(argparse.Namespace(**args))
 
 
 # ---- sampling ----

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import struct
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 from attention import attention
 
-from pyharness import capture_file, ggml, oracle, reference, statement, tiny, train, tree, verify
+from pyharness import capture_file, cli, errors, ggml, oracle, reference, statement, tiny, train, tree, verify
 
 pytestmark = pytest.mark.slow
 
@@ -244,6 +245,35 @@ def test_demonstration_tells_a_training_that_parts_by_itself(
 ) -> None:
     assert demonstrate(trainer, tmp_path, "--steps", "8", "--lr", "0.1", "--warmup", "0", "--no-receipt") == 1
     assert "FAILED  the same of two runs with it off" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (("--ctx", "100"), errors.Usage.exit_code, "--ctx 100: must be a multiple of 256"),
+        (("--libs", "."), errors.Environment.exit_code, f"cmake --build BUILD --target {train.PROGRAM}"),
+        (("--vocabulary", "picture"), errors.Usage.exit_code, "picture: not a whole GGUF file"),
+        (("--vocabulary", "cut"), errors.Usage.exit_code, "cut: not a whole GGUF file"),
+        (("--vocabulary", "bare"), errors.Usage.exit_code, "bare: no tokenizer in it"),
+    ],
+)
+def test_what_it_cannot_train_with_is_said_before_anything_runs(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    words: tuple[str, ...],
+    code: int,
+    said: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    bare = struct.pack("<4sIQQ", b"GGUF", 3, 0, 0)
+    for name, content in {"picture": b"\x89PNG\r\n\x1a\n", "cut": bare[:10], "bare": bare}.items():
+        Path(name).write_bytes(content)
+    Path("libs").mkdir()
+    (Path("libs") / train.PROGRAM).touch()
+    assert cli.main(["train", "--no-receipt", "--out", "out", "--libs", "libs", *words]) == code
+    assert said in capsys.readouterr().err
+    assert not list(tmp_path.rglob("*.gguf"))
 
 
 def test_a_loss_that_is_no_number_is_read_and_passes_no_check(tmp_path: Path) -> None:
