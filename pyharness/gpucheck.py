@@ -152,7 +152,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--inner", choices=stress.INNER, help=argparse.SUPPRESS)
     parser.add_argument("--first", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--stride", type=int, default=1, help=argparse.SUPPRESS)
-    parser.add_argument("--within", type=float, default=float("inf"), help=argparse.SUPPRESS)
+    parser.add_argument("--within", type=float, default=sys.float_info.max, help=argparse.SUPPRESS)
 
 
 def run(args: argparse.Namespace) -> int:
