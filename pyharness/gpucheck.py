@@ -24,6 +24,7 @@ With --beside soak the steps from oracle to public run while the soak does.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import re
@@ -186,6 +187,7 @@ class _Check:
     def __init__(self, args: argparse.Namespace, boxes: dict[str, float], log: TextIO) -> None:
         self._args, self._boxes, self._log, self._lock = args, boxes, log, threading.Lock()
         self._found: dict[str, dict[str, Any]] = {}
+        self._stopped = threading.Event()
 
     def run(self, steps: Sequence[str]) -> set[str]:
         """The states that the steps ended in."""
@@ -202,17 +204,21 @@ class _Check:
         runner.released.clear()
         thread = threading.Thread(target=self._step, args=(long, runner))
         thread.start()
-        while thread.is_alive() and not runner.ready.wait(0.1):
-            pass
         try:
             with ThreadPoolExecutor(self._args.lanes) as pool:
-                list(pool.map(self._step, beside))
+                try:
+                    while thread.is_alive() and not runner.ready.wait(0.1):
+                        pass
+                    list(pool.map(self._step, beside))
+                except BaseException:  # an interrupt is no reason to wait for what runs
+                    self._stopped.set()
+                    raise
         finally:
             runner.released.set()
             thread.join()
 
     def _runner(self, step: str, box: float) -> _Runner:
-        return _Runner(step, self._args, self._log, time.monotonic() + box)
+        return _Runner(step, self._args, self._log, time.monotonic() + box, self._stopped)
 
     def _step(self, step: str, runner: _Runner | None = None) -> None:
         begin = time.monotonic()
@@ -235,18 +241,18 @@ class _Check:
 class _Runner:
     """Runs a step's processes within its time box, everything they print into the log."""
 
-    def __init__(self, step: str, args: argparse.Namespace, log: TextIO, end: float) -> None:
-        self.step, self.args, self._log, self._end = step, args, log, end
+    def __init__(self, step: str, args: argparse.Namespace, log: TextIO, end: float, stopped: threading.Event) -> None:
+        self.step, self.args, self._log, self._end, self._stopped = step, args, log, end, stopped
         self.ready, self.released = threading.Event(), threading.Event()
         self.released.set()
 
     def left(self) -> float:
-        """Seconds left in the box."""
-        return max(0.0, self._end - time.monotonic())
+        """Seconds left in the box, none once the check is stopped."""
+        return 0.0 if self._stopped.is_set() else max(0.0, self._end - time.monotonic())
 
     def share(self, of: int) -> _Runner:
         """A runner for one of `of` equal parts of what is left."""
-        return _Runner(self.step, self.args, self._log, time.monotonic() + self.left() / of)
+        return _Runner(self.step, self.args, self._log, time.monotonic() + self.left() / of, self._stopped)
 
     def pyharness(
         self, *words: str, wrap: tuple[str, ...] = (), env: dict[str, str] | None = None
@@ -295,11 +301,10 @@ class _Runner:
         reader, holder = (threading.Thread(target=target, daemon=True) for target in (read, hold))
         reader.start()
         holder.start()
-        code: int | None
-        try:
-            code = process.wait(self.left())
-        except subprocess.TimeoutExpired:
-            code = None
+        while (code := process.poll()) is None and self.left():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(min(self.left(), 1))
+        if code is None:
             process.send_signal(signal.SIGINT)
             try:
                 process.wait(30)

@@ -61,7 +61,7 @@ class Fake(gpucheck._Runner):
     """A runner whose processes are written out: exit code and lines of each."""
 
     def __init__(self, args: argparse.Namespace, *ends: tuple[int | None, list[str]]) -> None:
-        super().__init__("step", args, io.StringIO(), 0)
+        super().__init__("step", args, io.StringIO(), 0, threading.Event())
         self.ends, self.words, self.env = list(ends), list[tuple[str, ...]](), list[dict[str, str]]()
 
     def share(self, of: int) -> Fake:
@@ -140,6 +140,28 @@ def test_steps_that_check_run_beside_the_soak_and_timings_after_it(
     assert list(steps) == list(gpucheck.BOXES)
     assert order[0] == "info"
     assert order[-1] == "perf"
+
+
+def test_an_interrupt_ends_the_soak_and_what_runs_beside_it(check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun = threading.Event()
+
+    def endless(runner: gpucheck._Runner) -> dict[str, Any]:
+        if runner.step == "rows":
+            runner = runner.share(1)
+            begun.set()
+        program = "import time; print('ready', flush=True); time.sleep(600)"
+        return gpucheck._state(runner.command(sys.executable, "-c", program)[0], "")
+
+    def interrupted(_: gpucheck._Runner) -> dict[str, Any]:
+        assert begun.wait(60)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(gpucheck, "_STEPS", {"mma": interrupted, "rows": endless, "soak": endless})
+    begin = time.monotonic()
+    code, steps = check("mma", "rows", "soak", "--beside", "soak")
+    assert code == errors.INTERRUPTED
+    assert states(steps) == {"rows": "TIME", "soak": "TIME"}
+    assert time.monotonic() - begin < 30
 
 
 def test_a_lost_device_ends_the_check_with_exit_3(check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
