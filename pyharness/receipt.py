@@ -130,7 +130,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Dispatch on the action."""
+    if "receipts" in args:
+        args.receipts = _without_signatures(args.receipts)
     return {"show": _show, "verify": _verify, "diff": _diff, "sign": _sign, "index": _index}[args.action](args)
+
+
+def _without_signatures(paths: Sequence[Path]) -> list[Path]:
+    """What receipts/*.json names but for the signatures that lie there too."""
+    signatures = [path for path in paths if path.name.endswith(signing.SUFFIX)]
+    if len(signatures) == len(paths):
+        raise errors.Usage(f"{paths[0]}: a signature", "give its receipt; verify --key PUBLIC.pem checks the signature")
+    for path in signatures:
+        print(f"note     {path.name}: a signature, not a receipt: left out", file=sys.stderr)
+    return [path for path in paths if path not in signatures]
 
 
 def _show(args: argparse.Namespace) -> int:
@@ -512,7 +524,8 @@ def _changes(kind: str, then: dict[str, str], now: dict[str, str]) -> Iterable[s
 
 
 def listed(root: Path = ROOT) -> list[Path]:
-    """The receipts that belong to the repository: those that git tracks, all that lie there outside git."""
+    """The receipts that belong to the repository: those that git tracks, all that lie there outside git.
+    Raises errors.Environment where a checkout's git cannot be asked."""
     found = sorted((root / "receipts").glob("*.json"))
     try:
         run = subprocess.run(
@@ -520,9 +533,11 @@ def listed(root: Path = ROOT) -> list[Path]:
         )
         tracked = {root / name for name in run.stdout.split("\0") if name}
         found = [path for path in found if path in tracked]
-    except (OSError, subprocess.CalledProcessError):
-        pass
-    return [path for path in found if not path.name.endswith(".dsse.json")]
+    except (OSError, subprocess.CalledProcessError) as error:
+        if (root / ".git").exists():
+            said = error.stderr.strip() if isinstance(error, subprocess.CalledProcessError) else "git is missing"
+            raise errors.Environment(f"which receipts git tracks cannot be told: {said}") from None
+    return [path for path in found if not path.name.endswith(signing.SUFFIX)]
 
 
 def freshness(path: Path, root: Path = ROOT) -> str:

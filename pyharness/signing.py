@@ -15,6 +15,7 @@ from typing import Any
 from . import build, errors, statement
 
 PAYLOAD_TYPE = "application/vnd.in-toto+json"
+SUFFIX = ".dsse.json"
 
 
 def _modules() -> tuple[Any, Any, Any]:
@@ -33,7 +34,7 @@ def _expect_ed25519(key: Any) -> None:
 
 def envelope_path(receipt: Path) -> Path:
     """Where the signature of a receipt lies."""
-    return receipt.with_name(receipt.stem + ".dsse.json")
+    return receipt.with_name(receipt.stem + SUFFIX)
 
 
 def sign(receipt: Path, key: Path) -> Path:

@@ -397,9 +397,9 @@ def save(directory: Path, document: Document) -> Path:
             os.fsync(file.fileno())
             os.chmod(file.name, 0o644)
             os.link(file.name, path)
-    except FileExistsError:
-        raise errors.Environment(f"{path} is there already and receipts are never overwritten") from None
     except OSError as e:
+        if isinstance(e, FileExistsError) and directory.is_dir():
+            raise errors.Environment(f"{path} is there already and receipts are never overwritten") from None
         raise errors.Environment(
             f"cannot write a receipt below {directory}: {e.strerror}", hint="--receipts DIR, or --no-receipt"
         ) from e
@@ -492,6 +492,7 @@ def _no_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def parse(path: Path) -> Document:
     """The JSON document in a file; errors.Invalid says why there is none."""
+    hint = "receipts are the files receipts/*.json that runs write"
     try:
         document = json.loads(
             path.read_bytes(),
@@ -504,9 +505,9 @@ def parse(path: Path) -> Document:
     except OSError as e:
         raise errors.Usage(f"{path}: {e.strerror}") from e
     except (ValueError, RecursionError) as e:
-        raise errors.Invalid(f"{path.name} is not a JSON document: {e}") from e
+        raise errors.Invalid(f"{path.name} is not a JSON document: {e}", hint) from e
     if not isinstance(document, dict):
-        raise errors.Invalid(f"{path.name} holds no JSON object")
+        raise errors.Invalid(f"{path.name} holds no JSON object", hint)
     return document
 
 

@@ -40,11 +40,13 @@ def check(
     """Every step but replay; the first finding with a code other than 0 decides. Findings of one step come together.
 
     `libs`: a folder that must hold the libraries that ran. Without it a library is compared where the receipt says it
-    lay, when there is one; `sources_only` leaves libraries alone."""
+    lay, when there is one; `sources_only` leaves libraries alone. Raises errors.Usage where there is no such folder."""
+    if libs is not None and not libs.is_dir():
+        raise errors.Usage(f"{libs}: not a folder, so it holds no library that ran")
     try:
         document = statement.parse(path)
     except errors.Invalid as e:
-        return [Finding("schema", INVALID, str(e))]
+        return [Finding("schema", INVALID, f"{e}; {e.hint}")]
     problems = statement.schema_errors(document)
     if problems:
         return [Finding("schema", INVALID, text) for text in problems[:5]]

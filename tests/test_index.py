@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from receipt_world import KERNEL, World, make
 
-from pyharness import receipt
+from pyharness import errors, receipt
 from pyharness.digest import ROOT
 
 
@@ -65,6 +65,17 @@ def test_receipts_that_git_does_not_track_are_not_listed(world: World) -> None:
     assert receipt.index(world.root) == before
     world.git("add", "receipts")
     assert receipt.index(world.root) != before
+
+
+def test_a_checkout_whose_git_cannot_be_asked_says_so(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    (world.root / ".git/HEAD").unlink()
+    with pytest.raises(errors.Environment, match="which receipts git tracks cannot be told: fatal"):
+        receipt.listed(world.root)
+    monkeypatch.setenv("PATH", "/nonexistent")
+    with pytest.raises(errors.Environment, match="git is missing"):
+        receipt.listed(world.root)
+    shutil.rmtree(world.root / ".git")
+    assert len(receipt.listed(world.root)) == 2
 
 
 def test_a_quoted_receipt_must_be_there_and_fresh(world: World) -> None:

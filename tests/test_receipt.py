@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from receipt_world import CASES, KERNEL, World, change, libraries, make
 
-from pyharness import digest, errors, receipt, statement, verify
+from pyharness import digest, errors, receipt, signing, statement, verify
 
 
 @pytest.fixture(scope="module")
@@ -235,7 +235,37 @@ def test_a_file_that_is_no_receipt_is_invalid(world: World, tmp_path: Path) -> N
     for number, text in enumerate(texts):
         path = tmp_path / f"{number}.json"
         path.write_text(text)
-        assert verify.exit_code(verify.check(path, root=world.root)) == 4, text[:40]
+        found = verify.check(path, root=world.root)
+        assert verify.exit_code(found) == 4, text[:40]
+        assert ("receipts are the files receipts/*.json" in found[0].text) == (text != "{}")
+
+
+@pytest.mark.parametrize("action", [["verify"], ["verify", "--json"], ["show"]])
+def test_a_signature_beside_receipts_is_left_out(world: World, tmp_path: Path, action: list[str]) -> None:
+    path = Path(shutil.copy(world.oracle, tmp_path))
+    signature = signing.envelope_path(path)
+    signature.write_text("{}")
+    done = world.run("receipt", *action, str(signature), str(path))
+    assert done.returncode == 0
+    assert signature.name not in done.stdout
+    assert f"{signature.name}: a signature, not a receipt: left out" in done.stderr
+    done = world.run("receipt", *action, str(signature))
+    assert done.returncode == errors.Usage.exit_code
+    assert "give its receipt" in done.stderr
+
+
+def test_libraries_in_no_folder_are_an_error_in_words(world: World) -> None:
+    code, text = world.verify(world.oracle, "--check-libs", "nosuch")
+    assert code == errors.Usage.exit_code
+    assert "nosuch: not a folder" in text
+
+
+def test_a_receipt_is_not_written_below_a_file(world: World, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for folder in (tmp_path / "file", tmp_path / "file/below"):
+        with pytest.raises(errors.Environment, match="cannot write a receipt below") as caught:
+            statement.save(folder, load(world.oracle))
+        assert "--receipts DIR" in caught.value.hint
 
 
 def test_an_unknown_member_breaks_the_schema(world: World, tmp_path: Path) -> None:
