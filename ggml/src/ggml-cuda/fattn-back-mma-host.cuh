@@ -286,8 +286,8 @@ static void fattn_back_mma_run(fattn_back_mma_plan & plan, char * workspace, cud
         flash_attn_back_convert_kv<<<dim3((nkv + FATTN_BACK_PREP_THREADS - 1) / FATTN_BACK_PREP_THREADS, p.units, 2), FATTN_BACK_PREP_THREADS, 0, stream>>>(p);
         CUDA_CHECK(cudaGetLastError());
         for (p.rb0 = 0; p.rb0 < p.RB; p.rb0 += p.rblocks) {
-            CUDA_CHECK(cudaMemsetAsync(p.exp_q_min, 0x7F, p.units * sizeof(*p.exp_q_min), stream));
-            CUDA_CHECK(cudaMemsetAsync(p.exp_dO_min, 0x7F, p.units * sizeof(*p.exp_dO_min), stream));
+            // both at once: one lies behind the other
+            CUDA_CHECK(cudaMemsetAsync(p.exp_q_min, 0x7F, (p.exp_dO_min + p.units - p.exp_q_min) * sizeof(*p.exp_q_min), stream));
             const int nrows = FATTN_BACK_PREP_THREADS / fattn_back_mma_prep_row_threads(std::max(p.Pk, p.Pv));
             flash_attn_back_convert_rows<<<dim3((p.rows() + nrows - 1) / nrows, p.units, 2), FATTN_BACK_PREP_THREADS, 0, stream>>>(p);
             CUDA_CHECK(cudaGetLastError());
