@@ -493,7 +493,7 @@ def _pytest(runner: _Runner, *words: str, env: dict[str, str] | None = None, job
     parallel = find_spec("xdist") is not None and jobs > 1
     common = [word for plugin in [*plugins, *["xdist.plugin"] * parallel] for word in ("-p", plugin)]
     common += ["-n", str(jobs)] * parallel
-    common += ["-q", "-rf", "-W", "default", "--tb=short", "-p", "no:cacheprovider", "--device", args.backend]
+    common += ["-q", "-rfx", "-W", "default", "--tb=short", "-p", "no:cacheprovider", "--device", args.backend]
     code, lines = runner.command(sys.executable, "-m", "pytest", *common, *words, *args.pytest, env=more | (env or {}))
     failed = [line.removeprefix("FAILED ") for line in lines if line.startswith(("FAILED ", "ERROR "))]
     return _state(code if code in (0, None) else 1, _last(lines), failed=failed)

@@ -917,7 +917,6 @@ _FEW_TERMS = Limit("d", "the sum of two or fewer rows that see anything is small
 _WEIGHT = Limit("dq", "dS is scaled to the longest dO of the group", "hopper", ("wide", "square"))
 
 LIMITS = {
-    "alibi_slope_underflows": Limit("dq dk dv lse d", "a slope below 2^-126 is 0, and 0 * -inf is NaN"),
     "heads_of_a_group_with_do_of_1_and_3e7": _WEIGHT,
     "heads_of_a_group_with_very_different_do": _WEIGHT,
     "last_k_is_huge_and_seen_once": Limit("dq dk dv lse d", f"one key has the whole range of K: {_SPREAD}"),
@@ -930,6 +929,7 @@ LIMITS = {
     "sinks_and_biases_of_60000": _BIAS,
     "sinks_outweigh_keys": Limit("dq d", "a sink leaves 1e-8 of a row to its keys"),
     "size_n65_m65": Limit("dsinks", "one head of 65 rows"),
+    "softcap_saturated_at_6": _SATURATED,
     "softcap_saturated_at_8": _SATURATED,
     "softcap_small": _SATURATED,
     "whole_block_of_rows_without_keys": _FEW_TERMS,

@@ -250,7 +250,10 @@ static const char * fattn_back_common_refusal(const ggml_tensor * dst) {
 // why no path that rounds its operands to fp16 takes the node: the rounding has to average out over a head for its NMSE to stay
 // within the operator's limit
 static const char * fattn_back_fp16_refusal(const ggml_flash_attn_back_node & node) {
-    return node.N < 64 || node.M < 64 ? "fewer than 64 queries or keys: a head with so few does not average the rounding to fp16" : nullptr;
+    const bool window = node.size[GGML_FLASH_ATTN_BACK_DK] > 0 || node.size[GGML_FLASH_ATTN_BACK_DV] > 0;
+    return node.N < 64 || (window ? node.kv_count : node.M) < 64
+        ? "fewer than 64 queries, keys or keys of the window: a head with so few does not average the rounding to fp16"
+        : nullptr;
 }
 
 // ALiBi slope of query head h, as in FLASH_ATTN_EXT
