@@ -15,6 +15,7 @@ import itertools
 import json
 import os
 import random
+import signal
 import sys
 import threading
 import time
@@ -455,6 +456,7 @@ def soak(args: argparse.Namespace) -> int:
     except KeyboardInterrupt:  # the time box is full: what was found until then
         if not samples:
             raise
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a group and its check send one each
         sample()
         interrupted = True
     finally:

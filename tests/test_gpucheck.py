@@ -336,7 +336,14 @@ def test_a_soak_that_is_cut_off_tells_what_it_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     soaks(monkeypatch)
-    memory, cut = stress._Soak.memory, threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT))
+
+    def interrupt_twice() -> None:
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.05)
+
+    memory, cut = stress._Soak.memory, threading.Timer(0.5, interrupt_twice)
+    before = signal.getsignal(signal.SIGINT)
 
     def first_figure(soaked: stress._Soak) -> dict[str, Any]:
         with contextlib.suppress(RuntimeError):  # it counts already
@@ -344,7 +351,11 @@ def test_a_soak_that_is_cut_off_tells_what_it_found(
         return memory(soaked)
 
     monkeypatch.setattr(stress._Soak, "memory", first_figure)
-    assert stress.soak(options(tmp_path, soak=600)) == errors.INTERRUPTED
+    try:
+        assert stress.soak(options(tmp_path, soak=600)) == errors.INTERRUPTED
+        cut.join()
+    finally:
+        signal.signal(signal.SIGINT, before)
     out = capsys.readouterr().out
     assert out.rstrip().endswith("; interrupted")
     found = json.loads(next(line for line in out.splitlines() if line.startswith("soak\t"))[5:])
