@@ -914,11 +914,10 @@ _SPREAD = "fp16 holds what is within 2^24 of the largest"
 _SATURATED = Limit("dq dk", "1 - tanh^2 is below fp16's normal range", "mma")
 _BIAS = Limit("d dsinks", "scores of 94500 have steps of 2^-7 in F32")
 _FEW_TERMS = Limit("d", "the sum of two or fewer rows that see anything is small beside its rounded terms")
-_WEIGHT = Limit("dq", "dS is scaled to the longest dO of the group", "hopper", ("wide", "square"))
+_WEIGHT = Limit("dq", "dS is scaled to the longest dO of the group", "hopper", ("wide",))
 
 LIMITS = {
     "heads_of_a_group_with_do_of_1_and_3e7": _WEIGHT,
-    "heads_of_a_group_with_very_different_do": _WEIGHT,
     "last_k_is_huge_and_seen_once": Limit("dq dk dv lse d", f"one key has the whole range of K: {_SPREAD}"),
     "last_v_is_huge_and_seen_once": Limit("dq dk d", f"one key has the whole range of V: {_SPREAD}"),
     "last_v_is_large_and_seen_once": Limit("dq dk d", "D of a head is one value times a small p"),
@@ -928,7 +927,6 @@ LIMITS = {
     "scale_denormal": Limit("dq dk", "CUDA flushes what is below 2^-126 to 0", "hopper mma rows"),
     "sinks_and_biases_of_60000": _BIAS,
     "sinks_outweigh_keys": Limit("dq d", "a sink leaves 1e-8 of a row to its keys"),
-    "size_n65_m65": Limit("dsinks", "one head of 65 rows"),
     "softcap_saturated_at_6": _SATURATED,
     "softcap_saturated_at_8": _SATURATED,
     "softcap_small": _SATURATED,
