@@ -160,6 +160,8 @@ def run(args: argparse.Namespace) -> int:
     """Run the steps; 0 when all passed, 1 when one failed or its time was up, 3 when none ran or the device is lost."""
     if args.inner:
         return stress.INNER[args.inner](args)
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # a job in the background, whose steps would ignore it too
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     steps = args.steps or list(BOXES)
     unknown = [step for step in steps if step not in BOXES]
     if unknown:
