@@ -160,8 +160,7 @@ def run(args: argparse.Namespace) -> int:
     """Run the steps; 0 when all passed, 1 when one failed or its time was up, 3 when none ran or the device is lost."""
     if args.inner:
         return stress.INNER[args.inner](args)
-    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # a job in the background, whose steps would ignore it too
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    heed_interrupts()
     steps = args.steps or list(BOXES)
     unknown = [step for step in steps if step not in BOXES]
     if unknown:
@@ -181,6 +180,12 @@ def run(args: argparse.Namespace) -> int:
     if "LOST" in states:
         return errors.Lost.exit_code
     return 1 if states & {"FAILED", "TIME"} else 0 if "ok" in states else errors.Environment.exit_code
+
+
+def heed_interrupts() -> None:
+    """Take SIGINT again where a job in the background was started to ignore it: what it runs would ignore it, too."""
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 class _Check:

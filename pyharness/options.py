@@ -60,10 +60,7 @@ def output(parser: argparse.ArgumentParser) -> None:
 
 def select(args: argparse.Namespace) -> list[cases.Case]:
     """The selected cases; a capture that -o names can be read. Raises errors.Usage or errors.Empty."""
-    try:
-        listed = cases.random_cases(args.random, args.seed) if args.random else cases.load(args.case_file)
-    except UnicodeDecodeError:
-        raise errors.Usage(f"{args.case_file}: not text in UTF-8", f"a case list reads like {cases.CASES}") from None
+    listed = cases.random_cases(args.random, args.seed) if args.random else cases.load(args.case_file)
     selected = cases.select(listed, args.op, args.params)
     for case in selected:
         if case.capture and case not in listed:

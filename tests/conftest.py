@@ -6,13 +6,12 @@ the CPU. A path that refuses a node is skipped with its reason; that no path tak
 
 from __future__ import annotations
 
-import signal
 from pathlib import Path
 
 import pytest
 from attention import Operator
 
-from pyharness import ggml
+from pyharness import ggml, gpucheck
 from pyharness.cuda import KERNEL_PATH, PATHS
 
 
@@ -24,8 +23,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "large(gib): needs a GPU with so much free memory")
-    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # a job in the background, whose children would ignore it too
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    gpucheck.heed_interrupts()
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
