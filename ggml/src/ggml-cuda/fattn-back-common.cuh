@@ -13,6 +13,11 @@
 #include <functional>
 #include <type_traits>
 
+// ggml's HIP and MUSA backends compile these files too: there rows is the only path
+#if !defined(GGML_USE_HIP) && !defined(GGML_USE_MUSA)
+#define FATTN_BACK_TENSOR_CORES
+#endif // !defined(GGML_USE_HIP) && !defined(GGML_USE_MUSA)
+
 // q, k, v, o or dO: where its rows (queries or keys) are, strides in bytes
 struct fattn_back_src {
     const char * data; // NULL: not given
@@ -235,6 +240,10 @@ static bool fattn_back_aligned(const ggml_tensor * t) {
 
 // why no path takes the node, of the reasons that all share; NULL: none
 static const char * fattn_back_common_refusal(const ggml_tensor * dst) {
+#if __FINITE_MATH_ONLY__ // with -ffast-math, as ggml builds for MUSA, no comparison finds the -inf of a hidden key
+    GGML_UNUSED(dst);
+    return "the build has -ffast-math";
+#else
     if (!fattn_back_type_supported(dst->src[GGML_FLASH_ATTN_BACK_SRC_K]->type) ||
         !fattn_back_type_supported(dst->src[GGML_FLASH_ATTN_BACK_SRC_V]->type)) {
         return "K or V is not of type F32, F16, BF16, q8_0, q4_0, q4_1, q5_0 or q5_1";
@@ -245,6 +254,7 @@ static const char * fattn_back_common_refusal(const ggml_tensor * dst) {
         }
     }
     return nullptr;
+#endif // __FINITE_MATH_ONLY__
 }
 
 // why no path that rounds its operands to fp16 takes the node: the rounding has to average out over a head for its NMSE to stay

@@ -1,4 +1,7 @@
 #include "fattn-back-hopper.cuh"
+
+#ifdef FATTN_BACK_TENSOR_CORES
+
 #include "fattn-back-hopper-run.cuh"
 
 // Its limit of threads tells whether the code that the driver chose for the device is sm_90a.
@@ -61,3 +64,5 @@ fattn_back_plan ggml_cuda_flash_attn_back_hopper_plan(const int device, const gg
         fattn_back_get_args(dst), ggml_flash_attn_back_decode(dst).prec == GGML_PREC_F32, limit, ggml_cuda_info().devices[device].nsm);
     return { plan.size, [plan](char * workspace, cudaStream_t stream) { fattn_back_hopper_run(plan, workspace, stream); } };
 }
+
+#endif // FATTN_BACK_TENSOR_CORES

@@ -1,4 +1,7 @@
 #include "fattn-back-mma.cuh"
+
+#ifdef FATTN_BACK_TENSOR_CORES
+
 #include "fattn-back-mma-host.cuh"
 
 const char * ggml_cuda_flash_attn_back_mma_refusal(const int device, const ggml_tensor * dst) {
@@ -47,3 +50,5 @@ fattn_back_plan ggml_cuda_flash_attn_back_mma_plan(const int device, const ggml_
         fattn_back_get_args(dst), split_all, ggml_cuda_highest_compiled_arch(info.cc), info.nsm, limit);
     return { plan.nbytes, [plan](char * workspace, cudaStream_t stream) mutable { fattn_back_mma_run(plan, workspace, stream); } };
 }
+
+#endif // FATTN_BACK_TENSOR_CORES

@@ -1,3 +1,7 @@
+#include "fattn-back-common.cuh"
+
+#ifdef FATTN_BACK_TENSOR_CORES
+
 #include "fattn-back-prep.cuh"
 
 #define FATTN_BACK_MASK_TILES 2 // key tiles of a block: few, for short masks to fill the device
@@ -211,3 +215,5 @@ void ggml_cuda_flash_attn_back_sinks(const fattn_back_args & a, cudaStream_t str
         CUDA_CHECK(cudaGetLastError());
     }
 }
+
+#endif // FATTN_BACK_TENSOR_CORES
