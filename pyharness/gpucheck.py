@@ -36,15 +36,18 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, TypeVar
 
 from . import cuda, digest, errors, ggml, statement, stress, train
 from .cases import OP
 from .digest import ROOT
+
+T = TypeVar("T")
+R = TypeVar("R")
 
 TARGET = "FLASH_ATTN_BACK(hsk=256,hsv=256,nh=24,nhkv=4,kv=75520,nb=2048,type_K=q8_0,type_V=q8_0)"
 BOXES = {
@@ -212,14 +215,12 @@ class _Check:
         thread = threading.Thread(target=self._step, args=(long, runner))
         thread.start()
         try:
-            with ThreadPoolExecutor(self._args.lanes) as pool:
-                try:
-                    while thread.is_alive() and not runner.ready.wait(0.1):
-                        pass
-                    list(pool.map(self._step, beside))
-                except BaseException:  # an interrupt is no reason to wait for what runs
-                    self._stopped.set()
-                    raise
+            while thread.is_alive() and not runner.ready.wait(0.1):
+                pass
+            runner.each(self._step, beside, self._args.lanes)
+        except BaseException:
+            self._stopped.set()
+            raise
         finally:
             runner.released.set()
             thread.join()
@@ -261,6 +262,15 @@ class _Runner:
         """A runner for one of `of` equal parts of what is left."""
         return _Runner(self.step, self.args, self._log, time.monotonic() + self.left() / of, self._stopped)
 
+    def each(self, call: Callable[[T], R], items: Iterable[T], jobs: int) -> list[R]:
+        """`call` of each item, so many at a time; an interrupt is no reason to wait for what runs."""
+        with ThreadPoolExecutor(jobs) as pool:
+            try:
+                return list(pool.map(call, items))
+            except BaseException:
+                self._stopped.set()
+                raise
+
     def pyharness(
         self, *words: str, wrap: tuple[str, ...] = (), env: dict[str, str] | None = None
     ) -> tuple[int | None, list[str]]:
@@ -269,7 +279,8 @@ class _Runner:
         return self.command(*wrap, sys.executable, "-m", "pyharness", *words, *where, env=env)
 
     def command(self, *words: str, env: dict[str, str] | None = None) -> tuple[int | None, list[str]]:
-        """Run a program in the tree's root; interrupted when the time box is full, killed if it does not end then.
+        """Run a program in the tree's root; interrupted when the time box is full or this process is to end, killed if
+        it does not end then.
 
         Its stdin ends once `released` is set; `ready` is set when it prints that word."""
         more = env or {}
@@ -308,17 +319,19 @@ class _Runner:
         reader, holder = (threading.Thread(target=target, daemon=True) for target in (read, hold))
         reader.start()
         holder.start()
-        while (code := process.poll()) is None and self.left():
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(min(self.left(), 1))
-        if code is None:
-            process.send_signal(signal.SIGINT)
-            try:
-                process.wait(30)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-        reader.join(10)
+        try:
+            while (code := process.poll()) is None and self.left():
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(min(self.left(), 1))
+        finally:
+            if process.poll() is None:
+                process.send_signal(signal.SIGINT)
+                try:
+                    process.wait(30)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                    process.wait()
+            reader.join(10)
         self._note(f"-> {'time box full' if code is None else f'exit {code}'}")
         return code, lines
 
@@ -416,6 +429,7 @@ def _resumed(
     """A step whose inner processes, `jobs` at a time, print a line for each of `total` cases.
 
     An abort ends an inner process; the next one goes on after the case that aborted."""
+    told = (None, 0, 1, errors.Usage.exit_code, errors.Environment.exit_code, errors.INTERRUPTED)
     counts, refusals, failed, aborted = Counter[str](), Counter[str](), list[str](), list[str]()
     threads = str(max(1, (os.cpu_count() or 1) // jobs))
     env = (env or {}) | ({"OMP_NUM_THREADS": threads, "OPENBLAS_NUM_THREADS": threads} if jobs > 1 else {})
@@ -434,7 +448,7 @@ def _resumed(
                         refusals[reason] += 1
                     if kind == "failed":
                         failed.append(f"{case}: {reason}")
-            if code in (0, 1, errors.Environment.exit_code, errors.Usage.exit_code) or code is None:
+            if code in told:
                 return code, _last(lines)
             case = next((line for line in reversed(lines) if line.startswith("case\t")), "case\tno case had begun")
             said = [line for line in lines[-40:] if "error" in line.lower() and "\t" not in line]
@@ -444,8 +458,7 @@ def _resumed(
             if first >= total:
                 return 1, words_
 
-    with ThreadPoolExecutor(jobs) as pool:
-        ends = list(pool.map(part, range(jobs)))
+    ends = runner.each(part, range(jobs), jobs)
     codes = [code for code, _ in ends]
     text = (
         ", ".join(f"{counts[kind]} {kind}" for kind in ("ok", "failed", "refused", "skipped"))
@@ -561,8 +574,7 @@ def _sanitizer(runner: _Runner) -> dict[str, Any]:
         return code, next(summary, _last(lines)).strip("= ")
 
     checks = [(path, tool) for path in ("hopper", "mma", "rows") for tool in TOOLS]
-    with ThreadPoolExecutor(runner.args.jobs) as pool:
-        ends = list(pool.map(check, checks))
+    ends = runner.each(check, checks, runner.args.jobs)
     found = {f"{path} {tool}": text for (path, tool), (_, text) in zip(checks, ends, strict=True)}
     codes = [code for code, _ in ends]
     refused = errors.Environment.exit_code  # a path that takes none of the cases

@@ -12,6 +12,7 @@ import os
 import random
 import re
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 from attention import small
 from numpy.typing import NDArray
@@ -163,6 +165,25 @@ def test_an_interrupt_ends_the_soak_and_what_runs_beside_it(check: Check, monkey
     assert code == errors.INTERRUPTED
     assert states(steps) == {"rows": "TIME", "soak": "TIME"}
     assert time.monotonic() - begin < 30
+
+
+@pytest.mark.parametrize("step", ["random", "oracle"])
+@pytest.mark.parametrize("to_all", [True, False])
+def test_a_signal_ends_the_check_and_every_process_of_it(tmp_path: Path, step: str, to_all: bool) -> None:
+    words = ("--preset", "cpu", "-b", "CPU", "--out", str(tmp_path), "--threads", "1", "--jobs", "2", step)
+    command = [sys.executable, "-m", "pyharness", "gpucheck", *words]
+    with subprocess.Popen(command, cwd=ggml.ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True) as check:
+        log, deadline = tmp_path / "log.txt", time.monotonic() + 60
+        while time.monotonic() < deadline and (not log.exists() or "FLASH_ATTN_BACK(" not in log.read_text()):
+            time.sleep(0.05)
+        children = psutil.Process(check.pid).children()
+        os.killpg(check.pid, signal.SIGINT) if to_all else check.terminate()
+        said = check.communicate(timeout=60)[1]
+    assert check.returncode == errors.INTERRUPTED
+    assert said == "pyharness gpucheck: interrupted\n"
+    assert children
+    assert not any(child.is_running() for child in children)
+    assert log.read_text().count(" $ ") == len(children)
 
 
 def test_a_lost_device_ends_the_check_with_exit_3(check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
