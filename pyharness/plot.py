@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from . import build, cases, errors, perf
-from .statement import Document
+from .statement import Document, worst_nmse
 
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#F0E442", "#000000")  # Okabe and Ito
 _MARKS = "osD^vPX*"
@@ -128,10 +128,11 @@ def _sweep(body: dict[str, Any], key: str, records: list[dict[str, Any]], path: 
 
 
 def _errors(body: dict[str, Any], directory: Path) -> list[Path]:
-    """NMSE of every case by part, one column a device and part, or a peer and part in a perf receipt."""
+    """NMSE of every case by part (of its worst head where that is larger), one column a device and part, or a peer and
+    part in a perf receipt."""
     from matplotlib import pyplot
 
-    rows = [(r["device"], part, r["case"], float(p["nmse"])) for r in body["cases"] for part, p in r["parts"].items()]
+    rows = [(r["device"], part, r["case"], worst_nmse(p)) for r in body["cases"] for part, p in r["parts"].items()]
     for record in (body["perf"] or {"measurements": []})["measurements"]:
         if record["error"]:
             label = f"{record['device']} {record['who']}"

@@ -306,7 +306,7 @@ def markdown(documents: Sequence[Document]) -> str:
 
 
 def correctness_table(documents: Sequence[Document]) -> str:
-    """The worst error of each part on each device."""
+    """The worst error of each part, or of one of its heads, on each device."""
     rows = (row for document in documents for row in _correctness(document))
     return _table(("device", "part", "cases", "passed", "worst NMSE", "limit", "case of the worst"), rows)
 
@@ -365,7 +365,7 @@ def _correctness(document: Document) -> Iterable[tuple[str, ...]]:
     groups: dict[tuple[str, str], list[tuple[float, dict[str, Any], str]]] = {}
     for record in document["predicate"]["receipt"]["cases"]:
         for name, part in record["parts"].items():
-            groups.setdefault((record["device"], name), []).append((float(part["nmse"]), part, record["case"]))
+            groups.setdefault((record["device"], name), []).append((statement.worst_nmse(part), part, record["case"]))
     for (device, name), found in groups.items():
         worst = max(found, key=lambda item: (item[0] != item[0], item[0]))
         passed = sum(part["passed"] for _, part, _ in found)
@@ -552,9 +552,9 @@ def index(root: Path = ROOT) -> str:
     for path in listed(root):
         document = statement.read(path)
         body = document["predicate"]["receipt"]
-        used = {r["device"] for r in body["cases"]} | {
-            r["device"] for r in (body["perf"] or {"measurements": []})["measurements"]
-        }
+        used = {r["device"] for r in [*body["cases"], *(body["perf"] or {"measurements": []})["measurements"]]}
+        if "train" in body:
+            used.add({"cpu": "CPU", "cuda": "CUDA0"}[body["train"]["device"]])
         devices = "; ".join(f"{d['name']} {d['description']}" for d in body["devices"] if d["name"] in used)
         result = document["predicate"]["result"] + (", partial" if body["partial"] else "")
         rows.append(
@@ -585,8 +585,17 @@ def _what(body: Document) -> str:
         return f"perf: {ran} shapes" + (f", with {', '.join(peers)}" if peers else "")
     if "train" in body:
         return f"train: {body['train']['shape']['name']}, {counts['ok']} of {ran} checks ok"
-    worst = max((float(p["nmse"]) for r in body["cases"] for p in r["parts"].values()), default=float("nan"))
-    return f"{body['mode']}: {counts['ok']} of {ran} cases ok, worst NMSE {worst:.2g}"
+    records = [r for r in body["cases"] if r["parts"]]
+    paths = ", ".join(sorted({r["path"] for r in records if r["path"]}))
+    repeats = max((r["repeats"] for r in records), default=1)
+    worst = max((statement.worst_nmse(p) for r in records for p in r["parts"].values()), default=float("nan"))
+    return (
+        f"{body['mode']}: {counts['ok']} of {ran} cases ok"
+        + (f" on {paths}" if paths else "")
+        + (f", {repeats} runs each" if repeats > 1 else "")
+        + (f", {counts['unsupported']} refused" if counts["unsupported"] else "")
+        + f", worst NMSE {worst:.2g}"
+    )
 
 
 def pages(root: Path = ROOT) -> list[Path]:

@@ -235,6 +235,11 @@ def case_record(result: CaseResult) -> dict[str, Any]:
     }
 
 
+def worst_nmse(part: dict[str, Any]) -> float:
+    """The NMSE that a part's limit is about: over the whole or of the worst head, whichever is larger."""
+    return max(float(part["nmse"]), float(part["worst_head_nmse"]))
+
+
 def name_of(record: dict[str, Any]) -> str:
     """How passedTests, warnedTests and failedTests name a case: what to paste after -o, on which device."""
     return f"{record['case']} on {record['device']}"

@@ -148,7 +148,7 @@ def _case_sums(record: dict[str, Any], body: Document) -> Iterator[str]:
     for name, part in record["parts"].items():
         if part["limit"] != body["limits"]["nmse"]:
             yield f"{name}: limit {part['limit']}, but the limits say {body['limits']['nmse']}"
-        within = max(float(part["nmse"]), float(part["worst_head_nmse"])) <= float(part["limit"]) and not part["why"]
+        within = statement.worst_nmse(part) <= float(part["limit"]) and not part["why"]
         if part["passed"] and not within:
             yield f"{name}: NMSE {part['nmse']} (worst head {part['worst_head_nmse']}) does not pass {part['limit']}"
     passed = all(part["passed"] for part in record["parts"].values())
@@ -313,7 +313,7 @@ def _replay_case(
     described = next(d["description"] for d in body["devices"] if d["name"] == record["device"])
     if result.digest != record["digest"] and then == now and described == device.description:
         return FAILED, "the same libraries gave other bits"
-    worst = max((p.nmse for p in result.parts.values()), default=float("nan"))
+    worst = max((max(p.nmse, p.worst_head_nmse) for p in result.parts.values()), default=float("nan"))
     bits = "same bits" if result.digest == record["digest"] else "other bits, another build or device"
     return OK, f"{result.status} again, worst NMSE {worst:.3g}, {bits}"
 

@@ -40,7 +40,7 @@ def test_the_index_lists_what_ran_on_what_and_whether_it_still_holds(world: Worl
     rows = [line for line in text.splitlines() if line.startswith("| 20")]
     assert len(rows) == 2
     perf, oracle = rows  # newest first
-    assert re.search(r"\| oracle: 3 of 3 cases ok, worst NMSE [\d.e-]+ \| CPU [^|]+ \| PASSED \|", oracle)
+    assert re.search(r"\| oracle: 3 of 3 cases ok on cpu, worst NMSE [\d.e-]+ \| CPU [^|]+ \| PASSED \|", oracle)
     assert "| perf: 2 shapes, with unfused |" in perf
     assert f"({world.oracle.name}) | fresh |" in oracle
     assert world.run("receipt", "index", "--check").returncode == 0
