@@ -630,7 +630,8 @@ def _apply(changes: list[Change]) -> list[Change]:
             for temporary in staged.values():
                 temporary.unlink(missing_ok=True)
             for folder in reversed(made):
-                folder.rmdir()
+                with contextlib.suppress(OSError):  # was not made, or somebody else uses it by now
+                    folder.rmdir()
             raise
     for folder in {change.path.parent for change in changes if change.new is None}:
         with contextlib.suppress(OSError):  # not empty

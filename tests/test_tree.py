@@ -300,6 +300,16 @@ def test_a_write_that_fails_leaves_the_tree_as_it_was(
     refused(ggml, "No space left on device", "left as it was")
 
 
+def test_a_folder_that_cannot_be_made_leaves_the_tree_as_it_was(ggml: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.rmtree(ggml / "tests")
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "mkdir", full)
+    refused(ggml, "No space left on device", "left as it was")
+
+
 def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "build").write_text("a file")
     with pytest.raises(TreeError, match="cannot write below"):
