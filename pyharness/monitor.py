@@ -246,8 +246,7 @@ class Monitor:
         others = [sample[FIELDS.index("other_processes")] for sample in readings]
         stride = -(-len(readings) // KEPT)
         kept = [
-            max(self._samples[i : i + stride], key=lambda sample: sample[1] or 0)
-            for i in range(0, len(self._samples), stride)
+            max(readings[i : i + stride], key=lambda sample: sample[1] or 0) for i in range(0, len(readings), stride)
         ]
         peak = self.peak()
         return {

@@ -34,8 +34,7 @@ def run(args: argparse.Namespace) -> int:
     names = args.captures or sorted(file.stem for file in capture_file.DATA.glob("*.gguf"))
     if not names:
         raise errors.Empty(f"no capture in {capture_file.DATA}", "name a file")
-    args.case_files = [capture_file.path(name) for name in names]
-    captures = {name: capture_file.read(file) for name, file in zip(names, args.case_files, strict=True)}
+    captures = {name: capture_file.read(capture_file.path(name)) for name in names}
     selected = [_case(name, capture) for name, capture in captures.items()]
     agreed = [_agrees(name, capture) for name, capture in captures.items()]
     return oracle.execute(args, selected) or int(not all(agreed))
