@@ -41,7 +41,7 @@ def test_help_lists_the_verbs_and_the_exit_codes(capsys: pytest.CaptureFixture[s
     assert "130 interrupted" in text
 
 
-@pytest.mark.parametrize("verb", ["doctor", "oracle", "grad", "support", "list"])
+@pytest.mark.parametrize("verb", cli.VERBS)
 def test_every_verb_has_help(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         cli.main([verb, "--help"])

@@ -1,0 +1,82 @@
+"""What the pages name is there: links, files, options, tests."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pyharness import cases, cli
+from pyharness.digest import ROOT
+
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), ROOT / "tests/data/README.md"])
+each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+
+
+def anchors(page: Path) -> set[str]:
+    """The headings of a page as its links name them."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@each_page
+def test_every_link_leads_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
+        if "://" in target:
+            continue
+        file, _, anchor = target.partition("#")
+        there = ROOT / file[1:] if file.startswith("/") else page.parent / file if file else page
+        assert there.exists(), target
+        assert not anchor or anchor in anchors(there), target
+
+
+@each_page
+def test_every_file_that_is_named_is_there(page: Path) -> None:
+    folders, suffixes = (
+        "ggml|pyharness|tests|train|fuzz|cmake|docs|receipts",
+        "py|cpp|cuh?|[ch]|md|toml|def|csv|json|cmake",
+    )
+    for name in re.findall(rf"\b(?:{folders})/[\w./-]+\.(?:{suffixes})\b", page.read_text(encoding="utf-8")):
+        assert (ROOT / name).exists() or (page.parent / name).exists(), name
+
+
+def commands(page: Path) -> Iterator[tuple[str, list[str]]]:
+    """Verb and options of each command of pyharness or of a script that hands its options to one."""
+    verbs = {"gpu-check": "gpucheck", "train-demo": "train"}
+    written = r"(?:python -m pyharness |scripts/)(oracle|gpu-check|train-demo|(?<=pyharness )[a-z]+)\b([^`\n]*)"
+    for name, rest in re.findall(written, page.read_text(encoding="utf-8")):
+        yield verbs.get(name, name), re.findall(r"(?<![\w-])--?[a-z][\w-]*", rest.partition(" #")[0])
+
+
+def options(parser: argparse.ArgumentParser) -> set[str]:
+    """All options of a verb and of the actions below it."""
+    found = set(parser._option_string_actions)
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            found = found.union(*(options(sub) for sub in action.choices.values()))
+    return found
+
+
+@each_page
+def test_every_option_that_is_named_is_one(page: Path) -> None:
+    for verb, named in commands(page):
+        parser = argparse.ArgumentParser()
+        importlib.import_module(f"pyharness.{cli.VERBS[verb][0]}").add_arguments(parser)
+        assert set(named) <= options(parser), verb
+
+
+def test_every_test_of_a_public_report_is_there() -> None:
+    page = (ROOT / "docs/public-failures.md").read_text(encoding="utf-8")
+    for row in re.findall(r"^\| U\d+ .*$", page, re.MULTILINE):
+        for proof in re.findall(r"`([^`]+)`", row.rsplit("|", 2)[1]):
+            file, _, name = proof.rpartition("::")
+            if filters := re.fullmatch("oracle -p '?([^']+)'?", proof):
+                assert cases.select(cases.load(cases.CASES), None, filters[1])
+            if not re.match("u[0-9]", name) and not file:
+                continue
+            source = (ROOT / "tests" / (file or "test_public_reports.py")).read_text(encoding="utf-8")
+            assert f"def test_{re.split('[.[]', name)[0]}" in source, proof
