@@ -11,11 +11,11 @@ import argparse
 import http.client
 import itertools
 import os
+import re
 import statistics
 import threading
 import time
 import urllib.error
-import urllib.parse
 import urllib.request
 from collections.abc import Callable
 from typing import Any
@@ -267,17 +267,22 @@ class Monitor:
     def _health(self) -> dict[str, Any] | None:
         if self._url is None:
             return None
-        url = urllib.parse.urlsplit(self._url)
-        host = f"[{url.hostname}]" if url.hostname and ":" in url.hostname else url.hostname or ""
         latencies = [latency for _, latency, _ in self._polls if latency is not None]
         return {
-            "url": f"{url.scheme}://{host}{f':{url.port}' if url.port else ''}{url.path}",  # no user, password or query
+            "url": public(self._url),
             "period_ms": round(self._health_period * 1e3),
             "polls": [list(poll) for poll in self._polls],
             "failures": len(self._polls) - len(latencies),
             "median_latency_ns": round(statistics.median(latencies)) if latencies else None,
             "max_latency_ns": max(latencies, default=None),
         }
+
+
+def public(url: str) -> str:
+    """A URL without user, password, query and fragment."""
+    scheme, mark, rest = re.split(r"[?#]", url)[0].partition("://")
+    host, slash, path = rest.partition("/")
+    return f"{scheme}{mark}{host.rpartition('@')[2]}{slash}{path}"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -291,7 +296,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def from_args(args: argparse.Namespace) -> Monitor:
     """The monitor that the options ask for, of the GPU that -b names (the first when it names none)."""
-    if args.health_url and urllib.parse.urlsplit(args.health_url).scheme not in ("http", "https"):
+    if args.health_url and not args.health_url.startswith(("http://", "https://")):
         raise errors.Usage(f"--health-url {args.health_url}: not an http or https URL")
     named = [cuda.ordinal(name) for name in (args.backend or "CUDA0").split(",")]
     index = next((i for i in named if i is not None), None)

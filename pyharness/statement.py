@@ -26,6 +26,7 @@ import rfc8785
 
 from . import cases, digest, environment, errors
 from .digest import ROOT
+from .monitor import public
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -354,11 +355,15 @@ def seal(body: Document, listed: int) -> Document:
 
 
 def _argument(text: str, root: Path) -> str:
-    """A command line argument without the machine's folders."""
-    if not text.startswith("/"):
+    """A command line argument without the machine's folders, and without what a URL says of its user."""
+    option, equals, value = text.partition("=") if text.startswith("--") else ("", "", text)
+    if "://" in value:
+        return f"{option}{equals}{public(value)}"
+    if not value.startswith("/"):
         return text
-    path = Path(text)
-    return path.relative_to(root).as_posix() if path.is_relative_to(root) else f".../{path.name}"
+    path = Path(value)
+    short = path.relative_to(root).as_posix() if path.is_relative_to(root) else f".../{path.name}"
+    return f"{option}{equals}{short}"
 
 
 def subject(body: Document) -> list[Document]:

@@ -267,3 +267,9 @@ def test_credentials_stay_out_of_the_report() -> None:
     with Monitor(None, health_url="http://user:secret@127.0.0.1:9/health?key=secret") as watch:
         pass
     assert watch.report()["health"]["url"] == "http://127.0.0.1:9/health"
+
+
+def test_a_url_that_is_none_is_a_failed_poll() -> None:
+    with monitor.from_args(options("-b", "CPU", "--health-url", "http://[")) as watch:
+        pass
+    assert watch.report()["health"]["failures"] == 2

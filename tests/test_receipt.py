@@ -118,6 +118,16 @@ def test_the_environment_names_compilers_flags_and_packages(world: World) -> Non
     assert str(Path.home()) not in world.oracle.read_text()
 
 
+def test_the_command_line_names_no_folder_of_the_machine_and_no_user_of_a_url(world: World, tmp_path: Path) -> None:
+    url = "http://user:secret@localhost:9/up?key=secret"
+    words = (f"--libs={libraries()}", f"--receipts={tmp_path}", "--health-url", url)
+    assert world.run("oracle", "-b", "CPU", "-o", CASES[0], *words).returncode == 0
+    (path,) = tmp_path.glob("*.json")
+    folders = [f"--libs=.../{libraries().name}", f"--receipts=.../{tmp_path.name}"]
+    assert body_of(path)["argv"][-4:] == [*folders, "--health-url", "http://localhost:9/up"]
+    assert "secret" not in path.read_text()
+
+
 def test_upstream_and_commit_are_named(world: World) -> None:
     body = body_of(world.oracle)
     assert body["upstream"]["pin"]["name"] == "llama-cpp-python"
