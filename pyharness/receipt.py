@@ -39,7 +39,8 @@ def check_source(library: Library, root: Path = ROOT) -> None:
                 f"{item['name']} does not say what it was built from", hint="build it from this tree: ./scripts/oracle"
             )
         directory = library.directory
-        built = verify.manifest_of(item["source"], [directory, directory.parent, root / "build/upstream"])
+        build = [directory.parent] if (directory.parent / "CMakeCache.txt").is_file() else []
+        built = verify.manifest_of(item["source"], [directory, *build, root / "build/upstream"])
         differing = [p for p in sorted(want.keys() | (built or {}).keys()) if built and want.get(p) != built.get(p)]
         files = (
             ", ".join(f"ggml/{p}" for p in differing)
