@@ -92,12 +92,16 @@ def repeat(args: argparse.Namespace) -> int:
         library, device = _open(args)
         busy = library.prepare(device, inputs.make(Case.parse(BUSY), args.seed), args.threads)
         stop, computed = threading.Event(), 0
+        ended: list[errors.Failure] = []
 
         def compete() -> None:
             nonlocal computed
-            while not stop.is_set():
-                busy.compute()
-                computed += 1
+            try:
+                while not stop.is_set():
+                    busy.compute()
+                    computed += 1
+            except errors.Failure as error:
+                ended.append(error)
 
         thread = threading.Thread(target=compete)
         results = []
@@ -129,6 +133,8 @@ def repeat(args: argparse.Namespace) -> int:
                     monitor=watch.report(),
                 )
                 print(f"receipt {path}")
+    if ended:  # the other stream was not busy all the time
+        raise ended[0]
     ran = [result for result in results if result.status != "unsupported"]
     same = sum(result.status == "ok" for result in ran)
     rest = f", {len(results) - len(ran)} unsupported" if len(ran) < len(results) else ""

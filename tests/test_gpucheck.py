@@ -299,6 +299,21 @@ def test_a_repeat_with_other_bits_is_found(
     assert (found.status, found.reason, found.distinct) == ("failed", "2 different results in 20 runs", 2)
 
 
+def test_repeats_whose_other_stream_ends_are_no_proof(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compute = ggml.Session.compute
+
+    def failing(session: ggml.Session) -> float:
+        if session.inputs.case == Case.parse(stress.BUSY):
+            raise errors.Environment("no memory")
+        return compute(session)
+
+    monkeypatch.setattr(ggml.Session, "compute", failing)
+    monkeypatch.setattr(stress, "REPEATED", (CASE,))
+    with pytest.raises(errors.Environment, match="no memory"):
+        stress.repeat(options(tmp_path, repeats=3))
+    assert list(tmp_path.glob("*-oracle-*.json"))
+
+
 def soaks(monkeypatch: pytest.MonkeyPatch) -> None:
     """A soak takes four cases and ends by itself."""
     monkeypatch.setattr(stress, "SOAKED", (CASE, OTHER))
