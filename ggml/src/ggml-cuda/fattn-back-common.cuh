@@ -61,6 +61,7 @@ struct fattn_back_args {
     int H;
     int Hkv;
     int G; // query heads of a KV head
+    int S;
 
     // groups of query heads whose KV head may be hidden from them all by their own masks
     __host__ __device__ int mask_groups() const {
@@ -80,7 +81,6 @@ struct fattn_back_args {
     __host__ __device__ int group_mask(const int group, const int i) const {
         return (group % mask_groups() * G + i) % mask_nheads;
     }
-    int S;
 
     int kv_first; // keys [kv_first, kv_first + kv_count) get dK and dV
     int kv_count;
@@ -276,23 +276,20 @@ static __device__ __forceinline__ float fattn_back_slope(const fattn_back_args &
     return fmaxf(exp2f(h < n ? -(args.max_bias * (h + 1)) / n : -(0.5f * args.max_bias * (2 * (h - n) + 1)) / n), FLT_MIN);
 }
 
-// tanh(x), and its derivative. Through exp: the fast tanh is too inexact, and 1 - tanh^2 cancels for large x; by its series where 1 - exp cancels.
-static __device__ __forceinline__ float fattn_back_tanh(const float x, float & dx) {
+// The logit of a product q . k, and its derivative by scale * (q . k). tanh through exp: the fast one is too inexact, and 1 - tanh^2 cancels
+// for large x; by its series where 1 - exp cancels.
+static __device__ __forceinline__ float fattn_back_logit(const fattn_back_args & args, const float qk, float & dx) {
+    if (args.logit_softcap == 0.0f) {
+        dx = 1.0f;
+        return args.scale * qk;
+    }
+    const float x = args.scale * qk / args.logit_softcap;
     const float u = expf(-2.0f * fabsf(x));
     const float r = 1.0f / (1.0f + u);
     const float w = u * r;
     dx            = 4.0f * w * r;
-    return fabsf(x) < 0x1p-5f ? fmaf(x * x, x * (-1.0f / 3), x) : copysignf(1.0f - 2.0f * w, x); // each within 3e-6
-}
-
-// the logit x of a product q . k, and its derivative by scale * (q . k)
-static __device__ __forceinline__ float fattn_back_logit(const fattn_back_args & args, const float qk, float & dx) {
-    const float x = args.scale * qk;
-    if (args.logit_softcap == 0.0f) {
-        dx = 1.0f;
-        return x;
-    }
-    return args.logit_softcap * fattn_back_tanh(x / args.logit_softcap, dx);
+    const float y = fabsf(x) < 0x1p-5f ? fmaf(x * x, x * (-1.0f / 3), x) : copysignf(1.0f - 2.0f * w, x); // each within 3e-6
+    return args.logit_softcap * y;
 }
 
 // components [e, e + 4) of a row that is not quantised

@@ -60,8 +60,14 @@ static const fattn_back_path * fattn_back_choose(
 
 // The pool ends the process where the device has no memory left, so what a run takes is compared with what is free before.
 // The pool keeps what it has got: bytes of the largest workspace of each pool, so that a run within them need not ask.
+// The maps are of all contexts; an entry is its context's own.
 static std::mutex fattn_back_held_mutex;
 static std::map<const ggml_backend_cuda_context *, std::map<const ggml_cuda_pool *, size_t>> fattn_back_held;
+
+static size_t & fattn_back_held_by(ggml_backend_cuda_context & ctx) {
+    std::lock_guard<std::mutex> lock(fattn_back_held_mutex);
+    return fattn_back_held[&ctx][&ctx.pool()];
+}
 
 static thread_local bool fattn_back_out_of_memory = false;
 
@@ -93,21 +99,18 @@ void ggml_cuda_flash_attn_back(ggml_backend_cuda_context & ctx, ggml_tensor * ds
         GGML_ABORT("FLASH_ATTN_BACK: %s", reason);
     }
     fattn_back_plan plan = path->plan(ctx.device, dst, fattn_back_workspace_limit());
-    {
-        std::lock_guard<std::mutex> lock(fattn_back_held_mutex);
-        size_t & held = fattn_back_held[&ctx][&ctx.pool()];
-        if (plan.nbytes > held) {
-            size_t free;
-            size_t total;
-            CUDA_CHECK(cudaMemGetInfo(&free, &total));
-            const size_t room = held + (free - std::min(free, FATTN_BACK_SLACK)) / 21 * 20; // the pool may take a twentieth more
-            if (plan.nbytes > room && !fattn_back_fit(ctx.device, dst, room, path, plan)) {
-                GGML_LOG_ERROR("FLASH_ATTN_BACK: device %d has %.1f MiB free, too little for any path\n", ctx.device, free / 1048576.0);
-                fattn_back_out_of_memory = true;
-                return;
-            }
-            held = std::max(held, plan.nbytes);
+    size_t & held        = fattn_back_held_by(ctx);
+    if (plan.nbytes > held) {
+        size_t free;
+        size_t total;
+        CUDA_CHECK(cudaMemGetInfo(&free, &total));
+        const size_t room = held + (free - std::min(free, FATTN_BACK_SLACK)) / 21 * 20; // the pool may take a twentieth more
+        if (plan.nbytes > room && !fattn_back_fit(ctx.device, dst, room, path, plan)) {
+            GGML_LOG_ERROR("FLASH_ATTN_BACK: device %d has %.1f MiB free, too little for any path\n", ctx.device, free / 1048576.0);
+            fattn_back_out_of_memory = true;
+            return;
         }
+        held = std::max(held, plan.nbytes);
     }
     ggml_cuda_pool_alloc<char> workspace(ctx.pool(), std::max<size_t>(plan.nbytes, 1));
     plan.run(workspace.get(), ctx.stream());
