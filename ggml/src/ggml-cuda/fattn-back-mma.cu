@@ -37,8 +37,8 @@ const char * ggml_cuda_flash_attn_back_mma_refusal(const int device, const ggml_
     if (node.S * node.Hkv > max_grid || (mask != nullptr && (mask->ne[2] * mask->ne[3] > max_grid || node.N > max_grid * FATTN_BACK_MMA_ROWS))) {
         return "more than 65535 KV heads, masks or blocks of queries";
     }
-    if (node.M > INT_MAX / 8 || node.N * (node.H / node.Hkv) > INT_MAX / 8) {
-        return "more than 2^28 queries or keys in a KV head";
+    if (node.M > max_grid * FATTN_BACK_SCORES_MAX_STRIP * FATTN_BACK_MMA_KEYS || node.N * (node.H / node.Hkv) > INT_MAX / 8) {
+        return "more than 268431360 keys or 2^28 queries in a KV head";
     }
     return nullptr;
 }
