@@ -98,6 +98,22 @@ def test_every_edit_is_put_in_between_marks(checkout: Path) -> None:
         assert not path.exists() or block in path.read_text()
 
 
+def test_hopper_gets_the_code_that_its_path_needs(tmp_path: Path) -> None:
+    """What CMake finds on a Hopper machine, what a user may ask for, and architectures that stay."""
+    hook = next(edit for edit in tree.edits() if edit.name == "CMake code for Hopper")
+    script = tmp_path / "architectures.cmake"
+    script.write_text(
+        'set(CMAKE_CUDA_ARCHITECTURES "80-virtual;90;90a-real;100")\n'
+        'set(CMAKE_CUDA_ARCHITECTURES_NATIVE "89-real;90-real")\n'
+        + hook.text
+        + 'message("${CMAKE_CUDA_ARCHITECTURES} ${CMAKE_CUDA_ARCHITECTURES_NATIVE}")\n'
+        + "unset(CMAKE_CUDA_ARCHITECTURES)\n"
+        + hook.text
+    )
+    done = subprocess.run(["cmake", "-P", script], capture_output=True, text=True, check=True)
+    assert done.stderr.split() == ["80-virtual;90a-real;90-virtual;100", "89-real;90a-real"]
+
+
 def test_the_operator_s_files_are_copied(ggml: Path) -> None:
     tree.patch(ggml)
     for path in digest.sources():
