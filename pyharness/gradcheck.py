@@ -263,7 +263,7 @@ class _Graph:
         for name in self.wanted:
             gradient = c.ggml_graph_get_grad(self.graph, self.parameters[name])
             if not gradient:
-                raise errors.Environment(f"{name} has no gradient in the graph")
+                raise errors.Failure(f"{name} has no gradient in the graph")
             got[name] = self.library.download(gradient, np.float32).reshape(self.problem.values[name].shape)
         return got
 
@@ -364,11 +364,18 @@ def run(args: argparse.Namespace) -> int:
         for device, case, graph in work:
             reporter.start(case)
             try:
-                results.append(check(library, device, case, args.seed, graph, args.threads, args.samples))
+                result = check(library, device, case, args.seed, graph, args.threads, args.samples)
             except KeyboardInterrupt:
                 stopped = errors.INTERRUPTED
                 break
-            reporter.case(results[-1])
+            except errors.Lost:
+                raise
+            except (errors.Failure, MemoryError) as error:
+                status = "skipped" if isinstance(error, (errors.Environment, MemoryError)) else "failed"
+                why = f"{graph}: {error or 'out of memory'}"
+                result = CaseResult(case, device.name, case.seed(args.seed), status, why, path=graph)
+            results.append(result)
+            reporter.case(result)
         library.on_abort = otherwise
         reporter.finish(results, len(work))
     return stopped or exit_code(results, args.strict)

@@ -430,14 +430,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure the selected cases on the chosen devices, print, write the receipt."""
+    """Measure the selected cases on the chosen devices, print, write the receipt; a case that fails ends the run."""
     if args.runs < 0:
         raise errors.Usage("--runs: a positive number of samples")
     selected = options.select(args)
     base = statement.read(args.base) if args.base else None
     if base is not None and not base["predicate"]["receipt"]["perf"]:
         raise errors.Usage(f"--base {args.base}: not a receipt of perf")
-    started, interrupted = time.time(), False
+    started = time.time()
+    stopped: KeyboardInterrupt | MemoryError | errors.Failure | None = None
     measurements: list[dict[str, Any]] = []
     found: dict[str, Any] = {
         "runs": args.runs,
@@ -504,12 +505,15 @@ def run(args: argparse.Namespace) -> int:
                         measurements.append(record)
                         if args.output == "console":
                             print(_line(record), flush=True)
-        except KeyboardInterrupt:
-            interrupted = True
+        except (KeyboardInterrupt, MemoryError, errors.Failure) as error:
+            stopped = error
         library.on_abort = otherwise
-    finish(interrupted)
-    if interrupted:
+    if measurements or stopped is None or isinstance(stopped, KeyboardInterrupt):
+        finish(partial=stopped is not None)
+    if isinstance(stopped, KeyboardInterrupt):
         return errors.INTERRUPTED
+    if stopped is not None:
+        raise stopped
     limit = cases.limits()["nmse"]
     states = {statement.measured_status(r, limit) for r in measurements if r["who"] == OPERATOR}
     return 1 if "failed" in states else 0 if "ok" in states else errors.Environment.exit_code

@@ -283,10 +283,10 @@ static std::vector<llama_token> tokenize(const llama_vocab * vocab, const option
     }
     std::vector<llama_token> tokens(text.str().size() + 2);
     const int n = llama_tokenize(vocab, text.str().data(), text.str().size(), tokens.data(), tokens.size(), true, false);
-    if (n < 2) {
-        fail(opt.text + " has fewer than two tokens");
+    tokens.resize(std::max(opt.tokens ? std::min(n, opt.tokens) : n, 0));
+    if (tokens.size() < 2) {
+        fail("two tokens of " + opt.text + " or more are needed, one to predict the other from");
     }
-    tokens.resize(opt.tokens ? std::min(n, opt.tokens) : n);
     return tokens;
 }
 
