@@ -91,10 +91,11 @@ SANITIZED = (
     "FLASH_ATTN_BACK(hsk=192,hsv=128,nh=2,nhkv=1,kv=90,nb=20,mask=bias,max_bias=8,kv_first=64,kv_count=26)",
     "FLASH_ATTN_BACK(hsk=64,hsv=64,nh=2,nhkv=2,kv=30,nb=40,type_K=f32,type_V=f32,layout=strided,prec=f32)",
     "FLASH_ATTN_BACK(hsk=128,hsv=128,nh=2,nhkv=1,kv=300,nb=1,o=1)",
-    # what fills a device: the fused kernels of mma; dS in memory on hopper
+    # what fills a device: the fused kernels of mma; keys shared among blocks and dS in memory on hopper
     "FLASH_ATTN_BACK(hsk=64,hsv=64,nh=22,nhkv=11,kv=200,nb=150,ns=4)",
     "FLASH_ATTN_BACK(hsk=128,hsv=128,nh=22,nhkv=11,kv=200,nb=150,ns=4,type_K=q8_0,type_V=q8_0,sinks=1)",
-    "FLASH_ATTN_BACK(hsk=256,hsv=256,nh=3,nhkv=1,kv=600,nb=128)",
+    "FLASH_ATTN_BACK(hsk=128,hsv=128,nh=2,nhkv=1,kv=1100,nb=70,sinks=1)",
+    "FLASH_ATTN_BACK(hsk=256,hsv=256,nh=3,nhkv=1,kv=1100,nb=128)",
 )
 UPSTREAM_TIMED = r"kv=4096,nb=4096(,type_K=\w+,type_V=\w+)?$"
 """The timed cases that test-backend-ops takes, by head size and type; it needs seconds to fill the tensors of each."""

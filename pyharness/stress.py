@@ -34,10 +34,11 @@ MIB = 1 << 20
 # with enough blocks for the fused kernels of the mma path and, at head size 256, for dS in memory on the hopper path,
 # where dQ is added up over three ranges of keys
 REPEATED = (
-    "FLASH_ATTN_BACK(hsk=128,hsv=128,nh=22,nhkv=11,kv=300,nb=200,ns=4)",
+    "FLASH_ATTN_BACK(hsk=128,hsv=128,nh=22,nhkv=11,kv=1000,nb=200,ns=4)",
     "FLASH_ATTN_BACK(hsk=128,hsv=128,nh=8,nhkv=2,kv=2048,nb=64)",
-    "FLASH_ATTN_BACK(hsk=64,hsv=64,nh=22,nhkv=11,kv=300,nb=200,ns=4,type_K=q8_0,type_V=q8_0,mask=swa:64)",
-    "FLASH_ATTN_BACK(hsk=256,hsv=256,nh=24,nhkv=4,kv=2000,nb=128,ns=3,type_K=q8_0,type_V=q8_0,sinks=1)",
+    "FLASH_ATTN_BACK(hsk=64,hsv=64,nh=22,nhkv=11,kv=1000,nb=200,ns=4,type_K=q8_0,type_V=q8_0,mask=swa:64)",
+    "FLASH_ATTN_BACK(hsk=256,hsv=256,nh=12,nhkv=2,kv=20000,nb=256,type_K=q8_0,type_V=q8_0,sinks=1)",
+    "FLASH_ATTN_BACK(hsk=128,hsv=128,nh=8,nhkv=2,kv=9600,nb=256)",
     "FLASH_ATTN_BACK(hsk=80,hsv=80,nh=4,nhkv=2,kv=333,nb=77,type_K=f32,type_V=bf16,mask=docs:50,softcap=20)",
 )
 BUSY = "FLASH_ATTN_BACK(hsk=128,hsv=128,nh=4,nhkv=4,kv=512,nb=256)"

@@ -34,6 +34,8 @@ SHAPES: dict[str, tuple[Dims, tuple[int, ...]]] = {  # and CUDA's workspaces in 
     "wide": ((2, 2, 2, 70, 700, 256), (256, 2, 3)),  # hopper: ranges of keys, dS in memory
     "square": ((1, 2, 2, 200, 210, 256), (256, 2)),  # hopper: ranges of keys, dS computed again
     "long": ((1, 1, 2, 66, 9500, 16), (256, 3)),  # CPU: two chunks; rows: splits
+    "shared": ((1, 1, 2, 100, 1500, 128), (256,)),  # hopper: blocks that share the keys, dQ from A and B
+    "shared256": ((1, 1, 2, 70, 1500, 256), (256,)),  # the same, dS in memory
 }
 ON_CPU: dict[str, Dims] = {  # smaller ones; the others take no code there that these do not
     "few": (1, 2, 3, 100, 300, 64),
@@ -41,7 +43,7 @@ ON_CPU: dict[str, Dims] = {  # smaller ones; the others take no code there that 
     "wide": (2, 2, 2, 70, 300, 256),
     "long": (1, 1, 2, 66, 9500, 16),
 }
-USUAL = ("few", "many", "wide")
+USUAL = ("few", "many", "wide", "shared", "shared256")
 
 
 class Draft:

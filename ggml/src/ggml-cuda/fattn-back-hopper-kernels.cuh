@@ -5,6 +5,7 @@
 //   queries   owns rows of queries, streams K and V: LSE, D and dQ
 //   keys      owns rows of keys, streams Q and dO of the group's heads: dK and dV
 //   dq        owns rows of queries, streams K and the dS that keys has left in the workspace: dQ
+//   rows      puts together what queries and dq have formed of parts of the keys
 //
 // A block is one producer warp, which walks the tiles that the mask leaves and copies them into a ring, and warpgroups that own 64 rows
 // each. S and dP (keys: transposed) have the own rows as rows, so that P and dS are operands straight from the accumulators.
@@ -18,6 +19,7 @@
 // When Dt moves, A takes the difference times B. Dt follows D while the row's mass grows, so that A does not cancel.
 // With head size 256 A and B do not fit the registers: queries runs once for LSE and D, and dQ is formed by queries again, or by dq
 // where there are few queries and many keys. Then all operands are there for a range of keys at a time.
+// Where blocks of queries are too few for the device, or leave much of it idle at the end, several share the keys.
 
 #include "fattn-back-prep.cuh"
 #include "fattn-back-hopper-ptx.cuh"
@@ -47,10 +49,11 @@ struct fattn_back_hopper_params {
     int KT;    // key tiles
     int unit0; // first unit whose operands are in the workspace
     int units;
-    int kt0;    // first key tile whose operands are in the workspace
-    int kts;    // key tiles from there on
-    int band_q; // heads, units of a band
-    int band_k;
+    int kt0;     // first key tile whose operands are in the workspace
+    int kts;     // key tiles from there on
+    int heads_q; // heads whose query tiles are one list for blocks of queries: all of a unit, or one where their work differs
+    int band_q;  // lists of a band
+    int band_k;  // units of a band
 
     fattn_back_mask_table mask; // QT query tiles, KT key tiles
 
@@ -69,6 +72,12 @@ struct fattn_back_hopper_params {
     uint32_t * large;  // [S*Hkv] the largest |log2(e)*x| that matters in a row, as the bits of a float
     float * stat;     // [units*G][QT][2][64] -LSE and D as the operands see them: centred, log2, and with 2^8 and the weight that
                        // makes up for dO's powers of two
+
+    int parts;    // of the key tiles in the workspace, among blocks that form LSE and D
+    int parts_dq; // the same of those that form dQ from them
+    int slots;    // of a row: parts of all key tiles; 0: one block has them all, and forms LSE and D itself
+    float * sums; // [units*G][slots][3][64*QT] maximum, sum of E, and mean of dP with the weights E
+    float * dqs;  // [units*G][planes][64*QT][D] dQ of a part; fused: A and B, two planes a part, the mean as Dt
 };
 
 // head h of the tensors from its index in the workspace
@@ -102,6 +111,22 @@ static __device__ __forceinline__ int fattn_back_hopper_first_key(const fattn_ba
 
 static __device__ __forceinline__ int fattn_back_hopper_last_key(const fattn_back_hopper_params & p) {
     return min(p.KT, p.kt0 + p.kts);
+}
+
+// first key tile of the i-th of n parts of those in the workspace; i = n: the end
+static __device__ __forceinline__ int fattn_back_hopper_part(const fattn_back_hopper_params & p, const int i, const int n) {
+    return p.kt0 + (int) ((int64_t) (fattn_back_hopper_last_key(p) - p.kt0) * i / n);
+}
+
+// the i-th sum of a slot for a query, and its row of one of n planes of dQ
+static __device__ __forceinline__ float & fattn_back_hopper_sum(
+    const fattn_back_hopper_params & p, const int lhead, const int slot, const int i, const int q) {
+    return p.sums[(((int64_t) lhead * p.slots + slot) * 3 + i) * FATTN_BACK_HOPPER_ROWS * p.QT + q];
+}
+template <int D>
+static __device__ __forceinline__ float * fattn_back_hopper_plane(
+    const fattn_back_hopper_params & p, const int lhead, const int n, const int plane, const int q) {
+    return p.dqs + (((int64_t) lhead * n + plane) * FATTN_BACK_HOPPER_ROWS * p.QT + q) * D;
 }
 
 // dS is an operand of a tile of its own. A thread's values of a row are adjacent there: 8j + 2c + i is column 32(j/4) + 8c + 2(j%4) + i.
@@ -187,17 +212,18 @@ static __device__ __forceinline__ void fattn_back_hopper_init(const uint32_t sme
     __syncthreads();
 }
 
-// Calls f(t, states) for the tiles t in [first, last) that some of the tiles t0, .. t0 + n - 1 sees, in order; states: two bits each.
-// keys: t0 is a key tile.
+// Calls f(t, states) for the tiles t in [first, last) that some of the own tiles t0, .. t0 + n - 1 before end sees, in order; states: two bits
+// each. keys: the own tiles are keys, seen by the head; else they are of [units*G][QT].
 template <bool keys, int n, typename F>
 static __device__ __forceinline__ void fattn_back_hopper_walk(
-    const fattn_back_hopper_params & p, const int lhead, const int t0, const int first, const int last, F f) {
+    const fattn_back_hopper_params & p, const int lhead, const int t0, const int end, const int first, const int last, F f) {
     for (int base = first; base < last; base += 32) {
         const int t     = base + threadIdx.x % 32;
         uint32_t states = 0;
         for (int w = 0; w < n; ++w) {
-            if (t < last && t0 + w < (keys ? p.KT : p.QT)) {
-                states |= fattn_back_hopper_get_tile(p, lhead, keys ? t : t0 + w, keys ? t0 + w : t) << (2 * w);
+            const int own = t0 + w;
+            if (t < last && own < end) {
+                states |= (keys ? fattn_back_hopper_get_tile(p, lhead, t, own) : fattn_back_hopper_get_tile(p, own / p.QT, own % p.QT, t)) << (2 * w);
             }
         }
         uint32_t todo = __ballot_sync(0xFFFFFFFF, states != 0);
@@ -209,11 +235,11 @@ static __device__ __forceinline__ void fattn_back_hopper_walk(
     }
 }
 
-// The producer warp: own tiles t0, t0 + 1, .. of x1 and x2, then for heads lhead0 .. lhead0 + nheads - 1 the streamed tiles of y1 and y2.
-// keys: the own tiles are keys, and the rows' statistics are streamed, too.
+// The producer warp: own tiles t0, t0 + 1, .. before end of x1 and x2, then for heads lhead0 .. lhead0 + nheads - 1 the streamed tiles
+// [first, last) of y1 and y2. keys: the own tiles are keys, and the rows' statistics are streamed, too; else they are of [units*G][QT].
 template <typename L, bool keys>
-static __device__ __forceinline__ void fattn_back_hopper_produce(
-    const fattn_back_hopper_params & p, char * smem_ptr, const int unit, const int t0, const int lhead0, const int nheads) {
+static __device__ __forceinline__ void fattn_back_hopper_produce(const fattn_back_hopper_params & p, char * smem_ptr, const int unit,
+    const int t0, const int end, const int lhead0, const int nheads, const int first, const int last) {
     const uint32_t smem = hopper_smem(smem_ptr);
     const int lane      = threadIdx.x % 32;
 
@@ -227,9 +253,9 @@ static __device__ __forceinline__ void fattn_back_hopper_produce(
     if (lane == 0) {
         hopper_barrier_expect(smem + L::own, L::groups * (L::tile1 + L::tile));
         for (int w = 0; w < L::groups; ++w) {
-            const int t     = min(t0 + w, (keys ? fattn_back_hopper_last_key(p) : p.QT) - 1);
-            const char * x1 = keys ? key_tile(p.k, t, L::tile1) : query_tile(p.q, lhead0, t, L::tile1);
-            const char * x2 = keys ? key_tile(p.v, t, L::tile) : query_tile(p.dO, lhead0, t, L::tile);
+            const int t     = min(t0 + w, end - 1);
+            const char * x1 = keys ? key_tile(p.k, t, L::tile1) : query_tile(p.q, 0, t, L::tile1);
+            const char * x2 = keys ? key_tile(p.v, t, L::tile) : query_tile(p.dO, 0, t, L::tile);
             hopper_load(smem + L::own1 + w * L::tile1, x1, L::tile1, smem + L::own);
             hopper_load(smem + L::own2 + w * L::tile, x2, L::tile, smem + L::own);
         }
@@ -241,9 +267,7 @@ static __device__ __forceinline__ void fattn_back_hopper_produce(
     fattn_back_hopper_ring<L::stages1> r1;
     fattn_back_hopper_ring<L::stages2> r2;
     for (int lhead = lhead0; lhead < lhead0 + nheads; ++lhead) {
-        const int first = keys ? 0 : p.kt0;
-        const int last  = keys ? p.QT : fattn_back_hopper_last_key(p);
-        fattn_back_hopper_walk<keys, L::groups>(p, lhead, t0, first, last, [&](const int t, const uint32_t states) {
+        fattn_back_hopper_walk<keys, L::groups>(p, lhead, t0, end, first, last, [&](const int t, const uint32_t states) {
             if (lane == 0) {
                 constexpr int nstat  = 2 * FATTN_BACK_HOPPER_ROWS * 4;
                 const uint32_t full1 = smem + L::full1 + 8 * r1.stage;
@@ -419,20 +443,26 @@ static __device__ __forceinline__ void fattn_back_hopper_store_dv(
     }
 }
 
-// A row of accumulators [64 x 2*R] of a query tile, times factor, to columns col0 and on of dQ; r: the thread's first or second. The first
-// keys also bring what the sink takes from it, others are added: one block owns the row, so that the order is that of the launches.
+// what mean(K) is multiplied by where the sink takes its part from a row of dQ; LSE and D are there
+static __device__ __forceinline__ float fattn_back_hopper_sink(const fattn_back_hopper_params & p, const int h, const int64_t row) {
+    if (p.a.sinks == nullptr || fabsf(p.a.sinks[h]) == INFINITY) {
+        return 0.0f;
+    }
+    return p.a.scale * p.a.D[row] * hopper_exp2((p.a.sinks[h] - p.a.LSE[row]) * FATTN_BACK_HOPPER_LOG2E);
+}
+
+// A row of accumulators [64 x 2*R] of a query tile, times factor, to columns col0 and on of dQ, or of plane part of several; r: the
+// thread's first or second. In dQ the first keys also bring what the sink takes. Other keys are added: one block owns the row, so that the
+// order is that of the launches.
 template <int D, int R>
 static __device__ __forceinline__ void fattn_back_hopper_store_dq(const fattn_back_hopper_params & p, const float (&acc)[R],
-    const float factor, const int r, const int lhead, const int q, const int col0) {
-    const int h       = fattn_back_hopper_head(p, lhead);
-    const int64_t row = p.a.row(q, h, fattn_back_hopper_seq(p, lhead));
-    const int col     = col0 + 2 * (threadIdx.x % 4);
-    float sink        = 0.0f;
-    if (p.a.sinks != nullptr && fabsf(p.a.sinks[h]) != INFINITY && p.kt0 == 0) {
-        sink = p.a.scale * p.a.D[row] * hopper_exp2((p.a.sinks[h] - p.a.LSE[row]) * FATTN_BACK_HOPPER_LOG2E);
-    }
+    const float factor, const int r, const int lhead, const int nplanes, const int plane, const int q, const int col0) {
+    const int h        = fattn_back_hopper_head(p, lhead);
+    const int64_t row  = p.a.row(q, h, fattn_back_hopper_seq(p, lhead));
+    const int col      = col0 + 2 * (threadIdx.x % 4);
+    const float sink   = nplanes == 1 && p.kt0 == 0 ? fattn_back_hopper_sink(p, h, row) : 0.0f;
     const float * mean = p.mean_k + (int64_t) (p.unit0 + lhead / p.a.G) * FATTN_BACK_PREP_MAX_D + col;
-    float * dst        = p.a.dQ + row * D + col;
+    float * dst        = (nplanes == 1 ? p.a.dQ + row * D : fattn_back_hopper_plane<D>(p, lhead, nplanes, plane, q)) + col;
 #pragma unroll
     for (int j = 0; j < R / 4; ++j) {
         float2 y = make_float2(acc[4 * j + 2 * r + 0] * factor, acc[4 * j + 2 * r + 1] * factor);
@@ -562,6 +592,35 @@ static __device__ __forceinline__ float fattn_back_hopper_unit(const fattn_back_
     return fmaxf(p.a.scale * FATTN_BACK_HOPPER_LOG2E / scale.x / scale.y, 0x1p-100f);
 }
 
+// LSE and D of query q of a head's tiles, x of its rows, from the maximum m of its keys' logits, the sum of E and the mean of dP; stored by
+// one of its threads. Returns P of all keys, and D as the operands see it.
+static __device__ __forceinline__ float2 fattn_back_hopper_finish(const fattn_back_hopper_params & p, const int lhead, const int q,
+    const float4 scale, const float4 x, const float m, const float sum, const float mean, const bool store) {
+    const int h       = fattn_back_hopper_head(p, lhead);
+    const bool sinks  = p.a.sinks != nullptr;
+    const bool taken  = sinks && p.a.sinks[h] == INFINITY; // all of the row by the sink
+    const float sink  = sinks && !taken ? (p.a.sinks[h] - p.a.scale * x.x) * FATTN_BACK_HOPPER_LOG2E : -INFINITY;
+    const float keys  = sum > 0.0f && !taken ? m - FATTN_BACK_HOPPER_SHIFT_E + log2f(sum) : -INFINITY; // LSE without the sink
+    const float top   = fmaxf(keys, sink);
+    const float lse   = top == -INFINITY ? -INFINITY : top + log2f(hopper_exp2(keys - top) + hopper_exp2(sink - top));
+    const float pkeys = keys == -INFINITY ? 0.0f : hopper_exp2(keys - lse);
+    const float psink = sink == -INFINITY ? 0.0f : hopper_exp2(sink - lse);
+    const float Dk    = pkeys * mean;
+    const float Dc    = Dk - psink * x.y * scale.z * x.z; // D without the part of V's mean
+    if (store) {
+        const bool valid             = q < p.a.N && lse != -INFINITY;
+        float * stat                 = p.stat + ((int64_t) lhead * p.QT + q / FATTN_BACK_HOPPER_ROWS) * 2 * FATTN_BACK_HOPPER_ROWS + q % FATTN_BACK_HOPPER_ROWS;
+        stat[0]                      = valid ? fattn_back_hopper_shift(scale, x) - lse : -INFINITY;
+        stat[FATTN_BACK_HOPPER_ROWS] = valid ? Dc : 0.0f;
+        if (q < p.a.N) {
+            const int64_t i = p.a.row(q, h, fattn_back_hopper_seq(p, lhead));
+            p.a.LSE[i]      = lse == -INFINITY ? (taken ? INFINITY : lse) : lse * (1.0f / FATTN_BACK_HOPPER_LOG2E) + p.a.scale * x.x;
+            p.a.D[i]        = lse == -INFINITY ? 0.0f : Dk / scale.z / x.z + pkeys * x.y;
+        }
+    }
+    return make_float2(pkeys, Dc);
+}
+
 #endif // defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
 // dK and dV. Grid: units of a band, blocks of nwg key tiles of the window, bands. Block: nwg warpgroups with 64 keys each, then the
@@ -586,7 +645,7 @@ static __global__ void __launch_bounds__((nwg + 1) * 128, 1) flash_attn_back_hop
             hopper_registers_dec<24>();
         }
         if (threadIdx.x / 32 == 4 * nwg) {
-            fattn_back_hopper_produce<L, true>(p, smem_ptr, unit, t0, unit * p.a.G, p.a.G);
+            fattn_back_hopper_produce<L, true>(p, smem_ptr, unit, t0, fattn_back_hopper_last_key(p), unit * p.a.G, p.a.G, 0, p.QT);
         }
     } else {
         if constexpr (nwg > 1) {
@@ -817,7 +876,7 @@ static __global__ void __launch_bounds__(3 * 128, 1) flash_attn_back_hopper_keys
     if (wg == 2) {
         hopper_registers_dec<split ? 56 : 24>();
         if (threadIdx.x / 32 == 8) {
-            fattn_back_hopper_produce<L, true>(p, smem_ptr, unit, t0, unit * p.a.G, p.a.G);
+            fattn_back_hopper_produce<L, true>(p, smem_ptr, unit, t0, fattn_back_hopper_last_key(p), unit * p.a.G, p.a.G, 0, p.QT);
         }
     } else {
         hopper_registers_inc<split ? 224 : 240>();
@@ -847,17 +906,16 @@ struct fattn_back_hopper_smem_dq {
     static constexpr int bytes = empty + n * 8;
 };
 
-// dQ from dS and K of the key tiles in the workspace, added to what came of the keys before. Grid: heads, blocks of three query tiles.
-// Block: two warpgroups, the producer. The first has the first query tile, the second the second, and each half of the columns of the third:
-// K is read from L2 for as many queries as the registers hold sums of.
+// dQ from dS and K of the key tiles in the workspace, added to what came of the keys before. Grid: units, parts of the keys of blocks of
+// three query tiles of the unit's heads. Block: two warpgroups, the producer. The first has the first query tile, the second the second, and
+// each half of the columns of the third: K is read from L2 for as many queries as the registers hold sums of.
 template <int D, int stages>
 static __global__ void __launch_bounds__(3 * 128, 1) flash_attn_back_hopper_dq(const __grid_constant__ fattn_back_hopper_params p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
     using L = fattn_back_hopper_smem_dq<D, stages>;
     extern __shared__ __align__(1024) char smem_ptr[];
     const uint32_t smem = hopper_smem(smem_ptr);
-    const int lhead     = blockIdx.x;
-    const int unit      = lhead / p.a.G;
+    const int unit      = blockIdx.x;
     if (fattn_back_hopper_large(p, unit)) {
         return;
     }
@@ -869,15 +927,18 @@ static __global__ void __launch_bounds__(3 * 128, 1) flash_attn_back_hopper_dq(c
         hopper_barrier_init_done();
     }
     __syncthreads();
-    const int t0 = blockIdx.y * FATTN_BACK_HOPPER_DQ_TILES;
-    const int wg = __shfl_sync(0xFFFFFFFF, threadIdx.x / 128, 0); // uniform for the compiler, too
+    const int part = blockIdx.y % p.parts_dq;
+    const int end  = (unit + 1) * p.a.G * p.QT;
+    const int t0   = unit * p.a.G * p.QT + blockIdx.y / p.parts_dq * FATTN_BACK_HOPPER_DQ_TILES;
+    const int wg   = __shfl_sync(0xFFFFFFFF, threadIdx.x / 128, 0); // uniform for the compiler, too
     fattn_back_hopper_ring<stages> ring;
 
     if (wg == 2) {
         hopper_registers_dec<24>();
         if (threadIdx.x / 32 == 8) {
-            const int last = fattn_back_hopper_last_key(p);
-            fattn_back_hopper_walk<false, FATTN_BACK_HOPPER_DQ_TILES>(p, lhead, t0, p.kt0, last, [&](const int t, const uint32_t states) {
+            const int first = fattn_back_hopper_part(p, part, p.parts_dq);
+            const int last  = fattn_back_hopper_part(p, part + 1, p.parts_dq);
+            fattn_back_hopper_walk<false, FATTN_BACK_HOPPER_DQ_TILES>(p, 0, t0, end, first, last, [&](const int t, const uint32_t states) {
                 if (threadIdx.x % 32 == 0) {
                     const uint32_t full = smem + L::full + 8 * ring.stage;
                     const uint32_t dst  = smem + ring.stage * L::stage;
@@ -888,7 +949,7 @@ static __global__ void __launch_bounds__(3 * 128, 1) flash_attn_back_hopper_dq(c
                     hopper_load(dst, k, L::tile, full);
                     for (int w = 0; w < FATTN_BACK_HOPPER_DQ_TILES; ++w) {
                         if ((states >> 2 * w & 3) != FATTN_BACK_TILE_SKIP) {
-                            const char * ds = fattn_back_hopper_ds(p, lhead, t0 + w, t);
+                            const char * ds = fattn_back_hopper_ds(p, (t0 + w) / p.QT, (t0 + w) % p.QT, t);
                             hopper_load(dst + L::ds + w * FATTN_BACK_HOPPER_DS, ds, FATTN_BACK_HOPPER_DS, full);
                         }
                     }
@@ -945,13 +1006,12 @@ static __global__ void __launch_bounds__(3 * 128, 1) flash_attn_back_hopper_dq(c
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             const int row = fattn_back_hopper_ds_query(threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4 + 8 * r);
-            const int q   = (t0 + wg) * FATTN_BACK_HOPPER_ROWS + row;
-            const int q2  = (t0 + 2) * FATTN_BACK_HOPPER_ROWS + row;
-            if (q < p.a.N) {
-                fattn_back_hopper_store_dq<D>(p, own, factor, r, lhead, q, 0);
+            const auto q  = [&](const int tile) { return tile < end ? tile % p.QT * FATTN_BACK_HOPPER_ROWS + row : INT_MAX; };
+            if (q(t0 + wg) < p.a.N) {
+                fattn_back_hopper_store_dq<D>(p, own, factor, r, (t0 + wg) / p.QT, p.parts_dq, part, q(t0 + wg), 0);
             }
-            if (q2 < p.a.N) {
-                fattn_back_hopper_store_dq<D>(p, shared, factor, r, lhead, q2, wg * (D / 2));
+            if (q(t0 + 2) < p.a.N) {
+                fattn_back_hopper_store_dq<D>(p, shared, factor, r, (t0 + 2) / p.QT, p.parts_dq, part, q(t0 + 2), wg * (D / 2));
             }
         }
     }
@@ -961,8 +1021,8 @@ static __global__ void __launch_bounds__(3 * 128, 1) flash_attn_back_hopper_dq(c
 #endif // defined(__CUDA_ARCH_FEAT_SM90_ALL)
 }
 
-// LSE, D and dQ, by mode. Grid: heads of a band, blocks of nwg query tiles, the last ones first, bands. Block: nwg warpgroups
-// with 64 queries each, then the producer. regs: Q and dO as operands from registers.
+// LSE, D and dQ, by mode. Grid: lists of a band, parts of the keys of blocks of nwg query tiles, the last ones first, bands. Block: nwg
+// warpgroups with 64 queries each, then the producer. regs: Q and dO as operands from registers.
 template <int D, int nwg, int n1, int n2, int nregs, fattn_back_hopper_mode mode, bool regs, bool split>
 static __global__ void __launch_bounds__((nwg + 1) * 128, 1) flash_attn_back_hopper_queries(
     const __grid_constant__ fattn_back_hopper_params p) {
@@ -971,21 +1031,25 @@ static __global__ void __launch_bounds__((nwg + 1) * 128, 1) flash_attn_back_hop
     using L = fattn_back_hopper_smem<D, nwg, n1, n2, split, regs>;
     extern __shared__ __align__(1024) char smem_ptr[];
     const uint32_t smem = hopper_smem(smem_ptr);
-    const int lhead     = blockIdx.z * p.band_q + blockIdx.x;
-    const int unit      = lhead / p.a.G;
+    const int list      = blockIdx.z * p.band_q + blockIdx.x;
+    const int unit      = list * p.heads_q / p.a.G;
     if (unit >= p.units || ((split || mode == FATTN_BACK_HOPPER_DQ) && fattn_back_hopper_large(p, unit) != split)) {
         return;
     }
     fattn_back_hopper_init<L>(smem, 128 * nwg);
-    const int t0 = (gridDim.y - 1 - blockIdx.y) * nwg;
-    const int wg = __shfl_sync(0xFFFFFFFF, threadIdx.x / 128, 0);
+    const int parts = mode == FATTN_BACK_HOPPER_DQ ? p.parts_dq : p.parts;
+    const int part  = blockIdx.y % parts;
+    const int end   = (list + 1) * p.heads_q * p.QT;
+    const int t0    = list * p.heads_q * p.QT + (gridDim.y - 1 - blockIdx.y) / parts * nwg;
+    const int wg    = __shfl_sync(0xFFFFFFFF, threadIdx.x / 128, 0);
 
     if (wg == nwg) {
         if constexpr (nwg > 1) {
             hopper_registers_dec<24>();
         }
         if (threadIdx.x / 32 == 4 * nwg) {
-            fattn_back_hopper_produce<L, false>(p, smem_ptr, unit, t0, lhead, 1);
+            fattn_back_hopper_produce<L, false>(
+                p, smem_ptr, unit, t0, end, 0, 1, fattn_back_hopper_part(p, part, parts), fattn_back_hopper_part(p, part + 1, parts));
         }
     } else {
         if constexpr (nwg > 1) {
@@ -999,9 +1063,10 @@ static __global__ void __launch_bounds__((nwg + 1) * 128, 1) flash_attn_back_hop
         const uint32_t own1   = smem + L::own1 + wg * L::tile1;
         const uint32_t own2   = smem + L::own2 + wg * L::tile;
         const int row         = (threadIdx.x % 128) / 32 * 16 + (threadIdx.x % 32) / 4; // and row + 8
-        const int64_t tile    = (int64_t) lhead * p.QT + min(t0 + wg, p.QT - 1);
-        const float4 * rows   = p.rows + tile * FATTN_BACK_HOPPER_ROWS + row;
-        float * stat          = p.stat + tile * 2 * FATTN_BACK_HOPPER_ROWS + row;
+        const int tile        = min(t0 + wg, end - 1);
+        const int lhead       = tile / p.QT;
+        const int qt          = tile % p.QT;
+        const float4 * rows   = p.rows + (int64_t) tile * FATTN_BACK_HOPPER_ROWS + row;
 
         float A[has_dq ? D / 2 : 1];
         float B[fused ? D / 2 : 1];
@@ -1021,17 +1086,13 @@ static __global__ void __launch_bounds__((nwg + 1) * 128, 1) flash_attn_back_hop
         float e[2]    = { 0.0f, 0.0f };           // sum of E (dP - Dt)
         float Dt[2]   = { 0.0f, 0.0f };
         float lref[2] = { 0.0f, 0.0f };           // l when Dt was set
+        if constexpr (mode == FATTN_BACK_HOPPER_DQ) {
+            const float * stat = p.stat + (int64_t) tile * 2 * FATTN_BACK_HOPPER_ROWS + row;
 #pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            if constexpr (mode == FATTN_BACK_HOPPER_DQ) {
+            for (int r = 0; r < 2; ++r) {
                 // dQ's rows need no common weight, which would cost the short ones bits
                 m[r]  = stat[8 * r] - fattn_back_hopper_shift(scale, rows[8 * r]) + FATTN_BACK_HOPPER_SHIFT_P;
                 Dt[r] = stat[8 * r + FATTN_BACK_HOPPER_ROWS];
-            }
-            if (mode == FATTN_BACK_HOPPER_STATS && p.kt0 > 0 && stat[8 * r] != -INFINITY) { // the keys before count as one key
-                m[r] = fattn_back_hopper_shift(scale, rows[8 * r]) - stat[8 * r];
-                l[r] = threadIdx.x % 4 == 0 ? 1 << FATTN_BACK_HOPPER_SHIFT_E : 0.0f;
-                e[r] = l[r] * stat[8 * r + FATTN_BACK_HOPPER_ROWS];
             }
         }
 
@@ -1090,7 +1151,7 @@ static __global__ void __launch_bounds__((nwg + 1) * 128, 1) flash_attn_back_hop
                 hopper_barrier_arrive(smem + L::empty1 + 8 * ring1.stage);
             }
             if ((states >> 2 * wg & 3) != FATTN_BACK_TILE_FULL) {
-                const float x = sc * fattn_back_hopper_mask<false>(S, p, lhead, t0 + wg, meta.get(meta.x.y), sc);
+                const float x = sc * fattn_back_hopper_mask<false>(S, p, lhead, qt, meta.get(meta.x.y), sc);
                 if (watch && x > FATTN_BACK_HOPPER_LARGE) {
                     fattn_back_hopper_note(p, unit, x);
                 }
@@ -1212,55 +1273,116 @@ static __global__ void __launch_bounds__((nwg + 1) * 128, 1) flash_attn_back_hop
             // of the other pairs of a row only those near its maximum have a P that matters
             fattn_back_hopper_note(p, unit, fmaxf(m[0] == -INFINITY ? 0.0f : fabsf(m[0]), m[1] == -INFINITY ? 0.0f : fabsf(m[1])));
         }
-        const int h = fattn_back_hopper_head(p, lhead);
-        const int s = fattn_back_hopper_seq(p, lhead);
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            const int q = (t0 + wg) * FATTN_BACK_HOPPER_ROWS + row + 8 * r;
-            if (t0 + wg >= p.QT) {
+            const int q = qt * FATTN_BACK_HOPPER_ROWS + row + 8 * r;
+            if (t0 + wg >= end) {
                 continue;
             }
-            const float4 x = rows[8 * r];
-            float factor   = p.a.scale / scale.y / scale.z / x.z / (1 << FATTN_BACK_HOPPER_SHIFT_P); // of A
-            if constexpr (mode != FATTN_BACK_HOPPER_DQ) {
-                const bool taken  = p.a.sinks != nullptr && p.a.sinks[h] == INFINITY; // all of the row by the sink, in every range
-                const bool sinks  = p.a.sinks != nullptr && p.kt0 == 0 && !taken;
-                const float sink  = sinks ? (p.a.sinks[h] - p.a.scale * x.x) * FATTN_BACK_HOPPER_LOG2E : -INFINITY;
-                const float sum   = fattn_back_hopper_quad_sum(l[r]);
-                const float keys  = sum > 0.0f && !taken ? m[r] - FATTN_BACK_HOPPER_SHIFT_E + log2f(sum) : -INFINITY; // LSE without the sink
-                const float top   = fmaxf(keys, sink);
-                const float lse   = top == -INFINITY ? -INFINITY : top + log2f(hopper_exp2(keys - top) + hopper_exp2(sink - top));
-                const float pkeys = keys == -INFINITY ? 0.0f : hopper_exp2(keys - lse);
-                const float w     = keys == -INFINITY ? 0.0f : pkeys / sum;
-                const float psink = sink == -INFINITY ? 0.0f : hopper_exp2(sink - lse);
-                const float Dk    = fattn_back_hopper_quad_sum(e[r] + Dt[r] * l[r]) * w;
-                const float Dc    = Dk - psink * x.y * scale.z * x.z; // D without the part of V's mean
-                factor            = w * p.a.scale / scale.y / scale.z / x.z;
+            const float4 x       = rows[8 * r];
+            const float scale_dq = p.a.scale / scale.y / scale.z / x.z;
+            if constexpr (mode == FATTN_BACK_HOPPER_DQ) {
+                if (q < p.a.N) {
+                    fattn_back_hopper_store_dq<D>(p, A, scale_dq / (1 << FATTN_BACK_HOPPER_SHIFT_P), r, lhead, parts, part, q, 0);
+                }
+            } else {
+                const float sum  = fattn_back_hopper_quad_sum(l[r]);
+                const float all  = fattn_back_hopper_quad_sum(e[r] + Dt[r] * l[r]);
+                const float mean = sum > 0.0f ? all / sum : 0.0f;
+                const bool store = threadIdx.x % 4 == 0;
+                float Dc         = mean;
+                float factor     = 1.0f;
+                if (fused && p.slots == 0) {
+                    const float2 y = fattn_back_hopper_finish(p, lhead, q, scale, x, m[r], sum, mean, store);
+                    factor         = sum > 0.0f ? y.x / sum * scale_dq : 0.0f;
+                    Dc             = y.y;
+                    __syncwarp(); // LSE and D are written
+                } else if (store) {
+                    const int slot                              = p.kt0 / p.kts * parts + part;
+                    fattn_back_hopper_sum(p, lhead, slot, 0, q) = m[r];
+                    fattn_back_hopper_sum(p, lhead, slot, 1, q) = sum;
+                    fattn_back_hopper_sum(p, lhead, slot, 2, q) = mean;
+                }
                 if constexpr (fused) {
 #pragma unroll
                     for (int i = 0; i < D / 4; ++i) {
                         float & a = A[i / 2 * 4 + 2 * r + i % 2];
                         a         = fmaf(Dt[r] - Dc, B[i / 2 * 4 + 2 * r + i % 2], a);
                     }
-                }
-                if (threadIdx.x % 4 == 0) {
-                    const bool valid                     = q < p.a.N && lse != -INFINITY;
-                    stat[8 * r]                          = valid ? fattn_back_hopper_shift(scale, x) - lse : -INFINITY;
-                    stat[8 * r + FATTN_BACK_HOPPER_ROWS] = valid ? Dc : 0.0f;
-                    if (q < p.a.N) {
-                        const int64_t i = p.a.row(q, h, s);
-                        p.a.LSE[i]      = lse == -INFINITY ? (taken ? INFINITY : lse) : lse * (1.0f / FATTN_BACK_HOPPER_LOG2E) + p.a.scale * x.x;
-                        p.a.D[i]        = lse == -INFINITY ? 0.0f : Dk / scale.z / x.z + pkeys * x.y;
+                    if (p.a.dQ != nullptr && q < p.a.N) {
+                        const int nplanes = p.slots == 0 ? 1 : 2 * parts;
+                        fattn_back_hopper_store_dq<D>(p, A, factor, r, lhead, nplanes, 2 * part, q, 0);
+                        if (nplanes > 1) {
+                            fattn_back_hopper_store_dq<D>(p, B, factor, r, lhead, nplanes, 2 * part + 1, q, 0);
+                        }
                     }
                 }
             }
-            if constexpr (has_dq) {
-                __syncwarp(); // LSE and D are written
-                if (p.a.dQ != nullptr && q < p.a.N) {
-                    fattn_back_hopper_store_dq<D>(p, A, factor, r, lhead, q, 0);
-                }
-            }
         }
+    }
+#else
+    GGML_UNUSED_VARS(p);
+    NO_DEVICE_CODE;
+#endif // defined(__CUDA_ARCH_FEAT_SM90_ALL)
+}
+
+// Puts together what blocks have formed of parts of the keys: LSE, D and dQ, by mode. Grid: blocks of rows of the query tiles, heads.
+template <int D, fattn_back_hopper_mode mode, bool split>
+static __global__ void __launch_bounds__(FATTN_BACK_PREP_THREADS) flash_attn_back_hopper_rows(
+    const __grid_constant__ fattn_back_hopper_params p) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+    constexpr int n = mode == FATTN_BACK_HOPPER_STATS ? 1 : D / 4; // threads of a row
+    const int lhead = blockIdx.y;
+    const int unit  = lhead / p.a.G;
+    const int q     = (blockIdx.x * FATTN_BACK_PREP_THREADS + threadIdx.x) / n;
+    const int col   = threadIdx.x % n * 4;
+    if (q >= p.QT * FATTN_BACK_HOPPER_ROWS || ((split || mode == FATTN_BACK_HOPPER_DQ) && fattn_back_hopper_large(p, unit) != split)) {
+        return;
+    }
+    float4 dq      = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    const auto add = [&](const int nplanes, const int plane, const float factor) {
+        const float4 x = *(const float4 *) (fattn_back_hopper_plane<D>(p, lhead, nplanes, plane, q) + col);
+        dq             = make_float4(fmaf(factor, x.x, dq.x), fmaf(factor, x.y, dq.y), fmaf(factor, x.z, dq.z), fmaf(factor, x.w, dq.w));
+    };
+    const bool has_dq = mode != FATTN_BACK_HOPPER_STATS && p.a.dQ != nullptr && q < p.a.N;
+    if constexpr (mode == FATTN_BACK_HOPPER_DQ) {
+        for (int i = 0; has_dq && i < p.parts_dq; ++i) {
+            add(p.parts_dq, i, 1.0f);
+        }
+    } else {
+        const float4 scale = p.scale[p.unit0 + unit];
+        const float4 x     = p.rows[(int64_t) lhead * p.QT * FATTN_BACK_HOPPER_ROWS + q];
+        float m            = -INFINITY;
+        for (int i = 0; i < p.slots; ++i) {
+            m = fmaxf(m, fattn_back_hopper_sum(p, lhead, i, 0, q));
+        }
+        const auto weight = [&](const int i) { return m == -INFINITY ? 0.0f : hopper_exp2(fattn_back_hopper_sum(p, lhead, i, 0, q) - m); };
+        float sum         = 0.0f;
+        float mean        = 0.0f;
+        for (int i = 0; i < p.slots; ++i) {
+            const float l = weight(i) * fattn_back_hopper_sum(p, lhead, i, 1, q);
+            sum += l;
+            mean = fmaf(l, fattn_back_hopper_sum(p, lhead, i, 2, q), mean);
+        }
+        mean           = sum > 0.0f ? mean / sum : 0.0f;
+        const float2 y = fattn_back_hopper_finish(p, lhead, q, scale, x, m, sum, mean, col == 0);
+        __syncwarp(); // LSE and D are written
+        const float factor = sum > 0.0f ? y.x / sum * p.a.scale / scale.y / scale.z / x.z : 0.0f;
+        for (int i = 0; has_dq && i < p.slots; ++i) {
+            const float f = factor * weight(i);
+            add(2 * p.slots, 2 * i, f);
+            add(2 * p.slots, 2 * i + 1, f * (fattn_back_hopper_sum(p, lhead, i, 2, q) - y.y));
+        }
+    }
+    if (has_dq) {
+        const int h        = fattn_back_hopper_head(p, lhead);
+        const int64_t row  = p.a.row(q, h, fattn_back_hopper_seq(p, lhead));
+        const float sink   = fattn_back_hopper_sink(p, h, row);
+        const float * mean = p.mean_k + (int64_t) (p.unit0 + unit) * FATTN_BACK_PREP_MAX_D + col;
+        if (sink != 0.0f) {
+            dq = make_float4(fmaf(sink, mean[0], dq.x), fmaf(sink, mean[1], dq.y), fmaf(sink, mean[2], dq.z), fmaf(sink, mean[3], dq.w));
+        }
+        *(float4 *) (p.a.dQ + row * D + col) = dq;
     }
 #else
     GGML_UNUSED_VARS(p);

@@ -4,22 +4,28 @@
 
 #include "fattn-back-hopper-prep.cuh"
 
-#define FATTN_BACK_HOPPER_BAND   (40 << 20) // bytes of streamed operands that blocks which run side by side may share
-#define FATTN_BACK_HOPPER_FEW    16       // blocks that share a head's tiles where there is seldom anything to do
-#define FATTN_BACK_HOPPER_BLOCKS 1024     // tiles whose blocks finish at much the same time in any order
+#define FATTN_BACK_HOPPER_BAND     (40 << 20) // bytes of streamed operands that blocks which run side by side may share
+#define FATTN_BACK_HOPPER_FEW      16       // blocks that share a head's tiles where there is seldom anything to do
+#define FATTN_BACK_HOPPER_BLOCKS   1024     // tiles whose blocks finish at much the same time in any order
+#define FATTN_BACK_HOPPER_START    8        // key tiles whose time a block of queries takes to start and to end
+#define FATTN_BACK_HOPPER_PARTS    16       // of the keys, at most
+#define FATTN_BACK_HOPPER_LAUNCHES 24     // products of tiles whose time the launches of a range of keys take
 
 // a pass takes as many units as the workspace holds; first all units, then again those that need a split S
 struct fattn_back_hopper_plan {
     fattn_back_hopper_params p;
     bool always_split; // GGML_PREC_F32
     int units[2];     // of a pass, not split and split
+    int parts[2];     // of the keys, for LSE and D
+    int parts_dq[2];  // and for dQ alone
     int kts_stats;     // not split: key tiles that are in the workspace together, for LSE and D
     int kts_ds;        // with dS, 0: dS is not kept
     int units_ds;      // units whose dS is kept together
     size_t size;         // of the workspace; above the limit where one unit with S split is
 };
 
-// places the arrays in the workspace, returns its size; base may be NULL. units_ds: whose keys are there with dS, 0: of all units without.
+// Places the arrays in the workspace for p.parts and p.parts_dq, returns its size; base may be NULL. units_ds: whose keys are there with dS,
+// 0: of all units without.
 static size_t fattn_back_hopper_layout(
     fattn_back_hopper_params & p, char * base, const int units, const int kts, const bool split, const int units_ds) {
     size_t size     = 0;
@@ -41,17 +47,62 @@ static size_t fattn_back_hopper_layout(
     take(p.stat, heads * p.QT * FATTN_BACK_HOPPER_ROWS * 2);
     // from here on only for a while
     const size_t start = size;
+    p.mask.layout_scratch(p.a, take);
+    size_t end = size;
+    size       = start;
     take(p.colparts, (int64_t) units * 2 * p.nparts * FATTN_BACK_COLUMNS_SIZE);
-    const size_t end    = size;
+    end                 = std::max(end, size);
     size                = start;
     p.kts               = kts;
     const int64_t nkeys = (int64_t) (units_ds > 0 ? units_ds : units) * kts * FATTN_BACK_HOPPER_ROWS;
     take(p.k, nkeys * p.a.Dk * (split ? 2 : 1));
     take(p.v, nkeys * p.a.Dv);
+    const int64_t nrows = (units_ds > 0 ? (int64_t) units_ds * p.a.G : heads) * p.QT * FATTN_BACK_HOPPER_ROWS;
+    const bool fused    = p.a.Dk < FATTN_BACK_PREP_MAX_D;
     if (units_ds > 0) {
         take(p.ds, nkeys * p.a.G * p.QT * FATTN_BACK_HOPPER_ROWS);
+    } else {
+        const int ranges = kts > 0 ? (p.KT + kts - 1) / kts : 1;
+        p.slots          = fused && p.parts == 1 ? 0 : ranges * p.parts;
+        take(p.sums, nrows * 3 * p.slots);
+    }
+    const int nplanes = fused ? 2 * p.slots : p.parts_dq > 1 ? p.parts_dq
+                                                             : 0;
+    if (p.a.dQ != nullptr) {
+        take(p.dqs, nrows * nplanes * p.a.Dk);
     }
     return std::max(size, end);
+}
+
+// few queries for the keys: blocks of queries have much the same to do, whatever the mask
+static bool fattn_back_hopper_few(const fattn_back_hopper_params & p) {
+    return p.KT >= 4 * p.QT && p.a.G * p.QT <= 65535; // the last for a grid's y
+}
+
+// blocks of n query tiles in a unit
+static int64_t fattn_back_hopper_blocks(const fattn_back_hopper_params & p, const int n) {
+    return (int64_t) (p.a.G / p.heads_q) * ((p.heads_q * p.QT + n - 1) / n);
+}
+static int64_t fattn_back_hopper_blocks_dq(const fattn_back_hopper_params & p) {
+    return ((int64_t) p.a.G * p.QT + FATTN_BACK_HOPPER_DQ_TILES - 1) / FATTN_BACK_HOPPER_DQ_TILES;
+}
+
+// Into how many parts the keys go, so that nblocks blocks of queries that walk ntiles key tiles fill the device's multiprocessors; set(n)
+// says whether the workspace holds n parts. Returns the key tiles that a multiprocessor then walks, with what it takes to start a block.
+template <typename F>
+static int64_t fattn_back_hopper_set_parts(const int64_t nblocks, const int ntiles, const int nsm, const F & set) {
+    int64_t best   = INT64_MAX / 10;
+    int parts      = 1;
+    const int most = std::clamp(ntiles / FATTN_BACK_HOPPER_START, 1, FATTN_BACK_HOPPER_PARTS);
+    for (int n = 1; n <= most; ++n) {
+        const int64_t cost = (nblocks * n + nsm - 1) / nsm * ((ntiles + n - 1) / n + FATTN_BACK_HOPPER_START);
+        if (n == 1 || (10 * cost < 9 * best && set(n))) {
+            best  = cost;
+            parts = n;
+        }
+    }
+    set(parts);
+    return best;
 }
 
 // The passes of D = 256 over units and over ranges of keys that take the multiprocessors least time. Where many keys meet few queries, dS of
@@ -61,54 +112,75 @@ static void fattn_back_hopper_plan_ranges(fattn_back_hopper_plan & plan, const s
     fattn_back_hopper_params & p = plan.p;
     const fattn_back_args & a    = p.a;
     const int total              = a.S * a.Hkv;
-    const bool ds                = a.dQ != nullptr && (a.dK != nullptr || a.dV != nullptr) && a.kv_count == a.M && p.KT >= 4 * p.QT &&
+    const bool ds                = a.dQ != nullptr && (a.dK != nullptr || a.dV != nullptr) && a.kv_count == a.M && fattn_back_hopper_few(p) &&
         fattn_back_hopper_layout(p, nullptr, 1, std::min(p.KT, nsm), false, 1) <= limit;
-    // query tiles that a multiprocessor takes one after the other, n at a time
-    const auto queries = [&](const int units, const int n) -> int64_t {
-        return ((int64_t) units * a.G * ((p.QT + n - 1) / n) + nsm - 1) / nsm * n;
-    };
     int64_t best = INT64_MAX; // products of tiles that a multiprocessor forms
     int ranges   = 0;
     int units    = total + 1;
     while (units > 1 && (ranges != 1 || (ds && plan.kts_ds == 0))) {
         units              = fattn_back_even(total, units - 1);
+        p.parts            = 1;
+        p.parts_dq         = 1;
         const int passes   = (total + units - 1) / units;
         const size_t fixed = fattn_back_hopper_layout(p, nullptr, units, 0, false, 0);
         const size_t all   = fattn_back_hopper_layout(p, nullptr, units, p.KT, false, 0);
         if (fixed >= limit) {
             continue;
         }
-        ranges        = all <= limit ? 1 : (all - fixed) / (limit - fixed) + 1;
-        const int kts = (p.KT + ranges - 1) / ranges;
-        size_t size   = fattn_back_hopper_layout(p, nullptr, units, kts, false, 0);
-        if (size > limit) {
+        ranges          = all <= limit ? 1 : (all - fixed) / (limit - fixed) + 1;
+        const int kts   = (p.KT + ranges - 1) / ranges;
+        const auto size = [&]() { return fattn_back_hopper_layout(p, nullptr, units, kts, false, 0); };
+        if (size() > limit) {
             continue;
         }
-        const int64_t keys = ((int64_t) units * p.KT + nsm - 1) / nsm * a.G * p.QT;
-        int64_t grads      = 3 * queries(units, 2) * ranges * kts + 4 * keys;
-        int kts_ds         = 0;
-        int units_ds       = 0;
-        for (int n = 1; ds && n <= std::min(units, nsm); ++n) {
-            const int k           = std::min(p.KT, nsm / n);
-            const int64_t nranges = (int64_t) ((units + n - 1) / n) * ((p.KT + k - 1) / k);
-            const int64_t cost    = nranges * (4 * a.G * p.QT + queries(n, FATTN_BACK_HOPPER_DQ_TILES) * (k + 8)); // 8: dQ is added
-            if ((kts_ds == 0 || cost < grads) && fattn_back_hopper_layout(p, nullptr, units, k, false, n) <= limit) {
-                grads    = cost;
-                kts_ds   = k;
-                units_ds = n;
+        int64_t cost  = 2 * 2 * ranges * fattn_back_hopper_set_parts(units * fattn_back_hopper_blocks(p, 2), kts, nsm, [&](const int n) {
+            p.parts = n;
+            return size() <= limit;
+        });
+        size_t nbytes = size();
+        int64_t grads = 3 * 2 * ranges * fattn_back_hopper_set_parts(units * fattn_back_hopper_blocks(p, 2), kts, nsm, [&](const int n) {
+            p.parts_dq = n;
+            return size() <= limit;
+        });
+        grads += 4 * (((int64_t) units * p.KT + nsm - 1) / nsm) * a.G * p.QT;
+        size_t nbytes_dq = size();
+        int parts_dq     = p.parts_dq;
+        int kts_ds       = 0;
+        int units_ds     = 0;
+        for (int n = 1; ds && n <= std::min(units, nsm); n += 1 + n / 8) {
+            for (int waves = 1; (waves / 2) * (nsm / n) < p.KT; waves *= 2) {
+                const int k        = std::min(p.KT, waves * (nsm / n));
+                const auto size_ds = [&]() { return fattn_back_hopper_layout(p, nullptr, units, k, false, n); };
+                p.parts_dq         = 1;
+                if (size_ds() > limit) {
+                    break;
+                }
+                const int64_t walked  = fattn_back_hopper_set_parts(n * fattn_back_hopper_blocks_dq(p), k, nsm, [&](const int m) {
+                    p.parts_dq = m;
+                    return size_ds() <= limit;
+                });
+                const int64_t nranges = (int64_t) ((units + n - 1) / n) * ((p.KT + k - 1) / k);
+                const int64_t cost_ds =
+                    nranges * (4 * waves * a.G * p.QT + FATTN_BACK_HOPPER_DQ_TILES * walked + FATTN_BACK_HOPPER_LAUNCHES);
+                if (kts_ds == 0 || cost_ds < grads) {
+                    grads     = cost_ds;
+                    nbytes_dq = size_ds();
+                    parts_dq  = p.parts_dq;
+                    kts_ds    = k;
+                    units_ds  = n;
+                }
             }
         }
-        if (kts_ds > 0) {
-            size = std::max(size, fattn_back_hopper_layout(p, nullptr, units, kts_ds, false, units_ds));
-        }
-        const int64_t cost = passes * (2 * queries(units, 2) * ranges * kts + grads);
+        cost = passes * (cost + grads);
         if (cost < best) {
-            best           = cost;
-            plan.units[0]  = units;
-            plan.kts_stats = kts;
-            plan.kts_ds    = kts_ds;
-            plan.units_ds  = units_ds;
-            plan.size      = size;
+            best             = cost;
+            plan.units[0]    = units;
+            plan.parts[0]    = p.parts;
+            plan.parts_dq[0] = parts_dq;
+            plan.kts_stats   = kts;
+            plan.kts_ds      = kts_ds;
+            plan.units_ds    = units_ds;
+            plan.size        = std::max(nbytes, nbytes_dq);
         }
     }
 }
@@ -119,6 +191,9 @@ static fattn_back_hopper_params fattn_back_hopper_get_params(const fattn_back_ar
     p.QT                       = (args.N + FATTN_BACK_HOPPER_ROWS - 1) / FATTN_BACK_HOPPER_ROWS;
     p.KT                       = (args.M + FATTN_BACK_HOPPER_ROWS - 1) / FATTN_BACK_HOPPER_ROWS;
     p.nparts                   = std::min(512, p.KT);
+    p.heads_q                  = fattn_back_hopper_few(p) ? args.G : 1;
+    p.parts                    = 1;
+    p.parts_dq                 = 1;
     return p;
 }
 
@@ -140,14 +215,30 @@ static fattn_back_hopper_plan fattn_back_hopper_make_plan(
     const auto units             = [&](const bool split, const size_t room) {
         return fattn_back_even(total, fattn_back_most(total, [&](const int n) { return size(n, split) <= room; }));
     };
+    // blocks have nwg query tiles; returns the bytes in all
+    const auto share = [&](const bool split, const size_t room, const int nwg) {
+        const int n    = plan.units[split];
+        const auto set = [&](const int parts) {
+            p.parts    = parts;
+            p.parts_dq = args.Dk == FATTN_BACK_PREP_MAX_D ? parts : 1;
+            return size(n, split) <= room;
+        };
+        fattn_back_hopper_set_parts(n * fattn_back_hopper_blocks(p, nwg), p.KT, nsm, set);
+        plan.parts[split]    = p.parts;
+        plan.parts_dq[split] = p.parts_dq;
+        return size(n, split);
+    };
+    const bool ranges       = args.Dk == FATTN_BACK_PREP_MAX_D;
     plan.units[1]           = units(true, limit);
-    const size_t size_split = size(plan.units[1], true);
-    const size_t room       = std::max(limit, size_split);
-    if (args.Dk == FATTN_BACK_PREP_MAX_D && !always_split) {
+    const size_t room       = std::max(limit, size(plan.units[1], true));
+    const size_t size_split = share(true, room, ranges ? 1 : 2);
+    if (ranges && !always_split) {
         fattn_back_hopper_plan_ranges(plan, room, nsm);
     } else {
+        p.parts       = 1;
+        p.parts_dq    = 1;
         plan.units[0] = units(false, room);
-        plan.size     = size(plan.units[0], false);
+        plan.size     = share(false, room, 2);
     }
     plan.size = std::max(plan.size, size_split);
     return plan;
@@ -173,9 +264,19 @@ static dim3 fattn_back_hopper_grid(const int n, const int band, const int ntiles
 
 template <int D, int nwg, int n1, int n2, int nregs, fattn_back_hopper_mode mode, bool regs, bool split>
 static void fattn_back_hopper_queries(const fattn_back_hopper_params & p, cudaStream_t stream) {
-    using L = fattn_back_hopper_smem<D, nwg, n1, n2, split, regs>;
+    using L         = fattn_back_hopper_smem<D, nwg, n1, n2, split, regs>;
+    const int parts = mode == FATTN_BACK_HOPPER_DQ ? p.parts_dq : p.parts;
     fattn_back_hopper_launch<flash_attn_back_hopper_queries<D, nwg, n1, n2, nregs, mode, regs, split>>(
-        p, fattn_back_hopper_grid(p.units * p.a.G, p.band_q, (p.QT + nwg - 1) / nwg), (nwg + 1) * 128, L::bytes, stream);
+        p, fattn_back_hopper_grid(p.units * (p.a.G / p.heads_q), p.band_q, (p.heads_q * p.QT + nwg - 1) / nwg * parts), (nwg + 1) * 128,
+        L::bytes, stream);
+}
+
+template <int D, fattn_back_hopper_mode mode, bool split>
+static void fattn_back_hopper_rows(const fattn_back_hopper_params & p, cudaStream_t stream) {
+    const int nthreads = p.QT * FATTN_BACK_HOPPER_ROWS * (mode == FATTN_BACK_HOPPER_STATS ? 1 : D / 4);
+    const dim3 grid((nthreads + FATTN_BACK_PREP_THREADS - 1) / FATTN_BACK_PREP_THREADS, p.units * p.a.G);
+    flash_attn_back_hopper_rows<D, mode, split><<<grid, FATTN_BACK_PREP_THREADS, 0, stream>>>(p);
+    CUDA_CHECK(cudaGetLastError());
 }
 
 // key tiles in the workspace that the window touches
@@ -195,7 +296,7 @@ static void fattn_back_hopper_set_bands(fattn_back_hopper_params & p) {
         const int64_t even = (FATTN_BACK_HOPPER_BLOCKS + ntiles - 1) / ntiles;
         return (int) std::max<int64_t>(1, std::min({ fit, even, (int64_t) p.units }));
     };
-    p.band_q = p.a.G * band(p.a.M, p.QT * p.a.G);
+    p.band_q = p.a.G / p.heads_q * band(p.a.M, p.QT * p.a.G);
     p.band_k = band(p.a.N, std::max(1, fattn_back_hopper_window(p)));
 }
 
@@ -216,9 +317,8 @@ static void fattn_back_hopper_keys_split(const fattn_back_hopper_params & p, cud
 
 template <int D, int stages>
 static void fattn_back_hopper_dq(const fattn_back_hopper_params & p, cudaStream_t stream) {
-    const int nblocks = (p.QT + FATTN_BACK_HOPPER_DQ_TILES - 1) / FATTN_BACK_HOPPER_DQ_TILES;
     fattn_back_hopper_launch<flash_attn_back_hopper_dq<D, stages>>(
-        p, dim3(p.units * p.a.G, nblocks), 3 * 128, fattn_back_hopper_smem_dq<D, stages>::bytes, stream);
+        p, dim3(p.units, fattn_back_hopper_blocks_dq(p) * p.parts_dq), 3 * 128, fattn_back_hopper_smem_dq<D, stages>::bytes, stream);
 }
 
 // K and V of the key tiles from kt0 on, and Q and dO if with_rows
@@ -250,8 +350,12 @@ static void fattn_back_hopper_main(const fattn_back_hopper_params & p, cudaStrea
     if constexpr (D == FATTN_BACK_PREP_MAX_D) {
         static_assert(split, "without the split in ranges of keys");
         fattn_back_hopper_queries<D, 1, 1, 2, 240, FATTN_BACK_HOPPER_STATS, false, true>(p, stream);
+        fattn_back_hopper_rows<D, FATTN_BACK_HOPPER_STATS, true>(p, stream);
         if (p.a.dQ != nullptr) {
             fattn_back_hopper_queries<D, 1, 1, 2, 240, FATTN_BACK_HOPPER_DQ, false, true>(p, stream);
+            if (p.parts_dq > 1) {
+                fattn_back_hopper_rows<D, FATTN_BACK_HOPPER_DQ, true>(p, stream);
+            }
         }
         if (has_keys) {
             fattn_back_hopper_keys_split<D, 1, true, false>(p, stream);
@@ -259,13 +363,16 @@ static void fattn_back_hopper_main(const fattn_back_hopper_params & p, cudaStrea
     } else {
         constexpr int stages = split ? 2 : 4;
         fattn_back_hopper_queries<D, 2, stages, stages, 240, FATTN_BACK_HOPPER_FUSED, false, split>(p, stream);
+        if (p.slots > 0) {
+            fattn_back_hopper_rows<D, FATTN_BACK_HOPPER_FUSED, split>(p, stream);
+        }
         if (has_keys) {
             fattn_back_hopper_keys<D, 2, stages, 240, split>(p, stream);
         }
     }
 }
 
-// LSE and D of D = 256, for ranges of keys
+// LSE and D of D = 256, from ranges of keys
 template <int D>
 static void fattn_back_hopper_stats(fattn_back_hopper_params p, cudaStream_t stream) {
     for (; p.kt0 < p.KT; p.kt0 += p.kts) {
@@ -276,6 +383,7 @@ static void fattn_back_hopper_stats(fattn_back_hopper_params p, cudaStream_t str
         }
         fattn_back_hopper_queries<D, 2, 3, 4, 240, FATTN_BACK_HOPPER_STATS, true, false>(p, stream);
     }
+    fattn_back_hopper_rows<D, FATTN_BACK_HOPPER_STATS, false>(p, stream);
 }
 
 // the gradients of ranges of keys from LSE and D
@@ -292,6 +400,9 @@ static void fattn_back_hopper_grads(fattn_back_hopper_params p, cudaStream_t str
             fattn_back_hopper_set_bands(p);
             fattn_back_hopper_keys_split<D, 2, false, false>(p, stream);
         }
+    }
+    if (p.parts_dq > 1 && p.a.dQ != nullptr) {
+        fattn_back_hopper_rows<D, FATTN_BACK_HOPPER_DQ, false>(p, stream);
     }
 }
 
@@ -311,6 +422,9 @@ static void fattn_back_hopper_grads_ds(const fattn_back_hopper_params & all, con
             fattn_back_hopper_keys_split<D, 2, false, true>(p, stream);
             fattn_back_hopper_dq<D, 4>(p, stream);
         }
+        if (p.parts_dq > 1) {
+            fattn_back_hopper_rows<D, FATTN_BACK_HOPPER_DQ, false>(p, stream);
+        }
     }
 }
 
@@ -319,6 +433,8 @@ static void fattn_back_hopper_passes(const fattn_back_hopper_plan & plan, char *
     fattn_back_hopper_params p = plan.p;
     const int total            = p.a.S * p.a.Hkv;
     for (int split = 0; split < 2; ++split) {
+        p.parts    = plan.parts[split];
+        p.parts_dq = plan.parts_dq[split];
         fattn_back_hopper_layout(p, workspace, plan.units[split], split != 0 ? p.KT : plan.kts_stats, split != 0, 0);
         if (split == 0) {
             ggml_cuda_flash_attn_back_mask_table(p.a, p.mask, stream);
@@ -333,9 +449,12 @@ static void fattn_back_hopper_passes(const fattn_back_hopper_plan & plan, char *
                 fattn_back_hopper_prep<D, false>(p, stream);
                 CUDA_CHECK(cudaMemsetAsync(p.large + p.unit0, 0x7F, p.units * sizeof(*p.large), stream));
             } else if constexpr (D == FATTN_BACK_PREP_MAX_D) {
+                const bool ds = plan.kts_ds > 0;
+                p.parts_dq    = ds ? 1 : plan.parts_dq[0];
                 fattn_back_hopper_layout(p, workspace, plan.units[0], plan.kts_stats, false, 0);
                 fattn_back_hopper_stats<D>(p, stream);
-                if (plan.kts_ds > 0) {
+                if (ds) {
+                    p.parts_dq = plan.parts_dq[0];
                     fattn_back_hopper_layout(p, workspace, plan.units[0], plan.kts_ds, false, plan.units_ds);
                     fattn_back_hopper_grads_ds<D>(p, plan.units_ds, stream);
                 } else {

@@ -13,6 +13,8 @@
 static __global__ void __launch_bounds__(FATTN_BACK_HOPPER_PROBE) flash_attn_back_hopper_probe() {
 }
 
+#define FATTN_BACK_HOPPER_LEAST 7000 // measured (docs/performance-hopper.md)
+
 static bool fattn_back_hopper_built(const int device) {
     static int built[GGML_CUDA_MAX_DEVICES] = { 0 }; // 0: not asked yet, 1: no, 2: yes
     if (built[device] == 0) {
@@ -52,9 +54,11 @@ const char * ggml_cuda_flash_attn_back_hopper_refusal(const int device, const gg
     if (fattn_back_hopper_least(fattn_back_get_args(dst)) > fattn_back_workspace_limit()) {
         return "the operands of one KV head do not fit the workspace";
     }
-    // a block owns 128 queries of a head: other paths also divide the keys among blocks
-    if (getenv("GGML_CUDA_FATTN_BACK_PATH") == nullptr && (node.N + 127) / 128 * node.H * node.S < info.nsm / 2) {
-        return "too few queries to fill the device";
+    // where there is little to do mma is faster, the more so the fewer the queries of a head
+    const auto tiles     = [](const int64_t n) { return (n + FATTN_BACK_HOPPER_ROWS - 1) / FATTN_BACK_HOPPER_ROWS; };
+    const int64_t ntiles = (2 * tiles(node.N) - 1) * tiles(node.M) * node.H * node.S;
+    if (getenv("GGML_CUDA_FATTN_BACK_PATH") == nullptr && ntiles < FATTN_BACK_HOPPER_LEAST) {
+        return "too few queries and keys for it to be the fastest";
     }
     return nullptr;
 }

@@ -88,11 +88,14 @@ static size_t fattn_back_mma_layout(fattn_back_mma_plan & plan, char * base) {
     take(p.v, units * p.keys() * p.Pv);
     take(p.dO, units * p.rows() * p.Pv);
 
-    // only until the means are known, where later arrays are
+    // only until the mask's table and the means are known, where later arrays are
     const size_t start = nbytes;
+    p.mask.layout_scratch(p.a, take);
+    size_t end = nbytes;
+    nbytes     = start;
     take(p.colparts, units * 2 * p.nparts * FATTN_BACK_COLUMNS_SIZE);
-    const size_t end = nbytes;
-    nbytes           = start;
+    end    = std::max(end, nbytes);
+    nbytes = start;
 
     if (plan.fused) {
         take(p.stat_s, units * p.rows());

@@ -16,8 +16,8 @@ static __device__ __forceinline__ uint64_t fattn_back_mask_spread(const uint32_t
     return (y | y << 1) & 0x5555555555555555;
 }
 
-// State of the tiles, which keys some query sees, and which queries see some key. Grid: blocks of key tiles, query tiles, mask heads * sequences; a warp has a tile, a
-// thread two keys.
+// State of the tiles, the keys that some of their queries see, and the queries that see some of their keys. Grid: blocks of key tiles, query
+// tiles, mask heads * sequences; a warp has a tile, a thread two keys.
 static __global__ void __launch_bounds__(FATTN_BACK_MASK_TILES * 32) flash_attn_back_mask_tiles(
     const fattn_back_args a, const fattn_back_mask_table table) {
     const int kt      = blockIdx.x * FATTN_BACK_MASK_TILES + threadIdx.x / 32;
@@ -55,33 +55,43 @@ static __global__ void __launch_bounds__(FATTN_BACK_MASK_TILES * 32) flash_attn_
         rows |= __shfl_xor_sync(0xFFFFFFFF, rows, n, 32);
     }
     if (threadIdx.x % 32 == 0 && kt < table.nkt) {
-        const int64_t qt   = (int64_t) blockIdx.z * table.nqt + blockIdx.y;
-        const int64_t tile = qt * table.nkt + kt;
+        const int64_t tile = ((int64_t) blockIdx.z * table.nqt + blockIdx.y) * table.nkt + kt;
         table.seen[tile]   = s;
+        table.seeing[tile] = rows;
         table.tiles[tile]  = s == 0 ? FATTN_BACK_TILE_SKIP : any_read ? FATTN_BACK_TILE_MIXED
                                                                       : FATTN_BACK_TILE_FULL;
-        if (rows != 0) {
-            atomicOr((unsigned long long *) table.rows + qt, rows); // in any order
-        }
     }
 }
 
-// Keys that some query of a KV head sees. Grid: key tiles, mask sequences and groups; the threads share the query tiles.
+// Keys that some query of a KV head sees, and queries that see some key. Grid: key tiles, then query tiles; mask sequences and groups, or
+// heads. A warp has a tile, its threads share those that it meets.
 static __global__ void __launch_bounds__(32) flash_attn_back_mask_used(const fattn_back_args a, const fattn_back_mask_table table) {
-    const int group = blockIdx.y;
-    const int seq   = group / a.mask_groups();
-    uint64_t used   = 0;
-    for (int i = 0; i < a.group_nmasks(); ++i) {
-        const int64_t mask = (int64_t) seq * a.mask_nheads + a.group_mask(group, i);
-        for (int qt = threadIdx.x; qt < table.nqt; qt += 32) {
-            used |= table.seen[(mask * table.nqt + qt) * table.nkt + blockIdx.x];
+    const bool keys = blockIdx.x < table.nkt;
+    const int tile  = keys ? blockIdx.x : blockIdx.x - table.nkt;
+    const int64_t y = blockIdx.y;
+    uint64_t bits   = 0;
+    if (y >= a.mask_nseqs * (keys ? a.mask_groups() : a.mask_nheads)) {
+        return;
+    }
+    if (keys) {
+        for (int i = 0; i < a.group_nmasks(); ++i) {
+            const int64_t mask = y / a.mask_groups() * a.mask_nheads + a.group_mask(y, i);
+            for (int qt = threadIdx.x; qt < table.nqt; qt += 32) {
+                bits |= table.seen[(mask * table.nqt + qt) * table.nkt + tile];
+            }
+        }
+    } else {
+        for (int kt = threadIdx.x; kt < table.nkt; kt += 32) {
+            bits |= table.seeing[(y * table.nqt + tile) * table.nkt + kt];
         }
     }
     for (int n = 16; n > 0; n /= 2) {
-        used |= __shfl_xor_sync(0xFFFFFFFF, used, n, 32);
+        bits |= __shfl_xor_sync(0xFFFFFFFF, bits, n, 32);
     }
-    if (threadIdx.x < 2) {
-        table.used[((int64_t) group * table.nkt + blockIdx.x) * 2 + threadIdx.x] = used >> 32 * threadIdx.x;
+    if (keys && threadIdx.x < 2) {
+        table.used[(y * table.nkt + tile) * 2 + threadIdx.x] = bits >> 32 * threadIdx.x;
+    } else if (threadIdx.x == 0) {
+        table.rows[y * table.nqt + tile] = bits;
     }
 }
 
@@ -193,12 +203,12 @@ void ggml_cuda_flash_attn_back_mask_table(const fattn_back_args & a, const fattn
     if (a.mask == nullptr) {
         return;
     }
-    CUDA_CHECK(cudaMemsetAsync(mask.rows, 0, (size_t) a.mask_nseqs * a.mask_nheads * mask.nqt * sizeof(*mask.rows), stream));
     constexpr int n = FATTN_BACK_MASK_TILES;
     const dim3 grid((mask.nkt + n - 1) / n, mask.nqt, a.mask_nheads * a.mask_nseqs);
     flash_attn_back_mask_tiles<<<grid, n * 32, 0, stream>>>(a, mask);
     CUDA_CHECK(cudaGetLastError());
-    flash_attn_back_mask_used<<<dim3(mask.nkt, a.mask_nseqs * a.mask_groups()), 32, 0, stream>>>(a, mask);
+    const int most = std::max(a.mask_groups(), a.mask_nheads);
+    flash_attn_back_mask_used<<<dim3(mask.nkt + mask.nqt, a.mask_nseqs * most), 32, 0, stream>>>(a, mask);
     CUDA_CHECK(cudaGetLastError());
 }
 

@@ -14,9 +14,13 @@
 // what the mask leaves; NULL without a mask
 struct fattn_back_mask_table {
     uint8_t * tiles; // [mask_nseqs][mask_nheads][nqt][nkt] fattn_back_tile
-    uint64_t * seen;  // [mask_nseqs][mask_nheads][nqt][nkt] keys of the tile that some of its queries see, as bits
-    uint32_t * used;  // [mask_nseqs][mask_groups][2*nkt] keys that some query sees, as bits
-    uint64_t * rows;  // [mask_nseqs][mask_nheads][nqt] queries of the tile that see some key, as bits
+    uint32_t * used; // [mask_nseqs][mask_groups][2*nkt] keys that some query sees, as bits
+    uint64_t * rows; // [mask_nseqs][mask_nheads][nqt] queries that see some key, as bits
+
+    // until the table is filled
+    uint64_t * seen;   // [mask_nseqs][mask_nheads][nqt][nkt] keys of the tile that some of its queries see, as bits
+    uint64_t * seeing; // the same: queries of the tile that see some of its keys
+
     int nqt; // query tiles
     int nkt; // key tiles
 
@@ -28,9 +32,18 @@ struct fattn_back_mask_table {
         if (a.mask_nheads > 0) { // its data may not be allocated yet
             const int64_t n = (int64_t) a.mask_nseqs * a.mask_nheads * nqt;
             take(tiles, n * nkt);
-            take(seen, n * nkt);
             take(used, (int64_t) a.mask_nseqs * a.mask_groups() * 2 * nkt);
             take(rows, n);
+        }
+    }
+
+    // the same of what is needed until the table is filled
+    template <typename F>
+    void layout_scratch(const fattn_back_args & a, const F & take) {
+        const int64_t n = (int64_t) a.mask_nseqs * a.mask_nheads * nqt * nkt;
+        if (n > 0) {
+            take(seen, n);
+            take(seeing, n);
         }
     }
 
