@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import dataclasses
 import hashlib
@@ -365,19 +366,23 @@ class Session:
         self.inputs = inputs
         self.seconds = 0.0
         c = self._c = library.c
-        self._node = _Node(library, inputs)
-        self.back = self._node.back
-        self.sources = self._node.tensors  # the node's sources by name
-        self.storages = self._node.storages  # the memory that they view
-        self.graph = c.ggml_new_graph_custom(self._node.ctx, 16, False)
-        c.ggml_build_forward_expand(self.graph, self.back)
-        self.path = library._path(library.handle(device), self.back)
-        self.backend = library.backend(device, threads)
-        self._allocate()
-        self._upload()
-        self.poison()
+        with contextlib.ExitStack() as owned:
+            self._node = _Node(library, inputs)
+            owned.callback(c.ggml_free, self._node.ctx)
+            self.back = self._node.back
+            self.sources = self._node.tensors  # the node's sources by name
+            self.storages = self._node.storages  # the memory that they view
+            self.graph = c.ggml_new_graph_custom(self._node.ctx, 16, False)
+            c.ggml_build_forward_expand(self.graph, self.back)
+            self.path = library._path(library.handle(device), self.back)
+            self.backend = library.backend(device, threads)
+            owned.callback(c.ggml_backend_free, self.backend)
+            self._allocate(owned)
+            self._upload()
+            self.poison()
+            self._owned = owned.pop_all()
 
-    def _allocate(self) -> None:
+    def _allocate(self, owned: contextlib.ExitStack) -> None:
         c, node = self._c, self._node
         align = int(c.ggml_backend_get_alignment(self.backend))
         buft = c.ggml_backend_get_default_buffer_type(self.backend)
@@ -390,15 +395,15 @@ class Session:
             guards[name] = (end, position)
         self.bytes = position
         self.result_bytes = int(c.ggml_nbytes(self.back))
-        self._buffer = c.ggml_backend_alloc_buffer(self.backend, self.bytes + align)
-        if not self._buffer:
-            self.close()
+        buffer = c.ggml_backend_alloc_buffer(self.backend, self.bytes + align)
+        if not buffer:
             raise errors.Environment(f"{self.device.name}: no {self.bytes / 2**30:.2f} GiB for {self.inputs.case}")
-        base = int(self.library.ffi.cast("uintptr_t", c.ggml_backend_buffer_get_base(self._buffer)))
+        owned.callback(c.ggml_backend_buffer_free, buffer)
+        base = int(self.library.ffi.cast("uintptr_t", c.ggml_backend_buffer_get_base(buffer)))
         base = -(-base // align) * align
 
         def place(tensor: Any, offset: int) -> None:
-            c.ggml_backend_tensor_alloc(self._buffer, tensor, self.library.ffi.cast("void *", base + offset))
+            c.ggml_backend_tensor_alloc(buffer, tensor, self.library.ffi.cast("void *", base + offset))
 
         for name, tensor in tensors.items():
             place(tensor, places[name])
@@ -408,7 +413,7 @@ class Session:
         for name, (start, stop) in guards.items():
             self.guards[name] = c.ggml_new_tensor_1d(node.ctx, c.GGML_TYPE_I8, stop - start)
             place(self.guards[name], start)
-        c.ggml_backend_buffer_clear(self._buffer, GUARD_BYTE)
+        c.ggml_backend_buffer_clear(buffer, GUARD_BYTE)
 
     def _upload(self) -> None:
         for name, operand in self._node.operands.items():
@@ -480,10 +485,7 @@ class Session:
 
     def close(self) -> None:
         """Free the buffer, the backend and the context."""
-        if self._buffer:
-            self._c.ggml_backend_buffer_free(self._buffer)
-        self._c.ggml_backend_free(self.backend)
-        self._c.ggml_free(self._node.ctx)
+        self._owned.close()
 
     def __enter__(self) -> Session:
         return self

@@ -189,6 +189,8 @@ class _Graph:
         self.refusal = f"{device.name} refuses {library.text(c.ggml_op_name(refused[0].op))}" if refused else ""
         if not refused:
             self.buffer = c.ggml_backend_alloc_ctx_tensors(self.ctx, self.backend)
+            if not self.buffer:
+                raise errors.Environment(f"{device.name} has no memory for its graph")
             for tensor, array in self.data:
                 library.upload(tensor, array)
 

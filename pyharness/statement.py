@@ -47,7 +47,7 @@ SCHEMA = Path(__file__).with_name("schema") / "receipt-1.json"
 OPERATOR = "flash_attn_back"
 """`who` of a measurement of the operator itself; every other name is a peer."""
 
-MEASURES = {"capture_file", "cases", "ggml", "ggml_cdef", "gradcheck", "inputs", "oracle", "quant", "reference"}
+MEASURES = {"capture_file", "cases", "ggml", "ggml_cdef", "inputs", "oracle", "quant", "reference", "stress"}
 MEASURES_PERF = MEASURES | {"bench", "cuda", "peers", "perf"}
 MEASURES_TRAIN = {"tiny", "train"}
 """Modules of the harness that decide a result; the others may change without making a receipt stale."""
