@@ -401,15 +401,15 @@ def _inner(
     return runner.pyharness("gpucheck", *common, "--threads", str(args.threads), *words, env=env)
 
 
-def _each_path(runner: _Runner, step: Callable[[_Runner, dict[str, str]], dict[str, Any]]) -> dict[str, Any]:
-    """A step with the path that CUDA chooses, then held to those that come after it; elsewhere just the step."""
+def _each_path(
+    runner: _Runner, step: Callable[[_Runner, dict[str, str]], dict[str, Any]], *paths: str
+) -> dict[str, Any]:
+    """A step with the path that CUDA chooses, then held to each of `paths`; elsewhere just the step."""
     if not runner.args.backend.startswith("CUDA"):
         return step(runner, {})
-    paths = ("", "mma", "rows")
-    found = {
-        path or "chosen": step(runner.share(len(paths) - n), {cuda.KERNEL_PATH: path} if path else {})
-        for n, path in enumerate(paths)
-    }
+    found = {"chosen": step(runner.share(len(paths) + 1), {})}
+    for n, path in enumerate(paths):
+        found[path] = step(runner.share(len(paths) - n), {cuda.KERNEL_PATH: path})
     worst = next(
         x for state in ("LOST", "FAILED", "TIME", "ok", "not run") for x in found.values() if x["state"] == state
     )
@@ -421,7 +421,7 @@ def _repeat(runner: _Runner) -> dict[str, Any]:
         code, lines = _inner(runner, "repeat", "--repeats", str(runner.args.repeats), env=env)
         return _state(code, _last(lines))
 
-    return _each_path(runner, step)
+    return _each_path(runner, step, "mma", "rows")  # what hopper takes of the list it is chosen for
 
 
 def _resumed(
@@ -476,7 +476,7 @@ def _random(runner: _Runner) -> dict[str, Any]:
         args = runner.args
         return _resumed(runner, "random", args.random, args.jobs, "--random", str(args.random), env=env)
 
-    return _each_path(runner, step)
+    return _each_path(runner, step, "hopper", "mma", "rows")
 
 
 def _memory(runner: _Runner) -> dict[str, Any]:
