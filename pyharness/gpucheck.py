@@ -407,9 +407,10 @@ def _each_path(
     """A step with the path that CUDA chooses, then held to each of `paths`; elsewhere just the step."""
     if not runner.args.backend.startswith("CUDA"):
         return step(runner, {})
-    found = {"chosen": step(runner.share(len(paths) + 1), {})}
-    for n, path in enumerate(paths):
-        found[path] = step(runner.share(len(paths) - n), {cuda.KERNEL_PATH: path})
+    found = {
+        path or "chosen": step(runner.share(len(paths) + 1 - n), {cuda.KERNEL_PATH: path} if path else {})
+        for n, path in enumerate(("", *paths))
+    }
     worst = next(
         x for state in ("LOST", "FAILED", "TIME", "ok", "not run") for x in found.values() if x["state"] == state
     )
@@ -421,7 +422,7 @@ def _repeat(runner: _Runner) -> dict[str, Any]:
         code, lines = _inner(runner, "repeat", "--repeats", str(runner.args.repeats), env=env)
         return _state(code, _last(lines))
 
-    return _each_path(runner, step, "mma", "rows")  # what hopper takes of the list it is chosen for
+    return _each_path(runner, step, *cuda.PATHS[1:])  # what hopper takes of the list it is chosen for
 
 
 def _resumed(
@@ -476,7 +477,7 @@ def _random(runner: _Runner) -> dict[str, Any]:
         args = runner.args
         return _resumed(runner, "random", args.random, args.jobs, "--random", str(args.random), env=env)
 
-    return _each_path(runner, step, "hopper", "mma", "rows")
+    return _each_path(runner, step, *cuda.PATHS)
 
 
 def _memory(runner: _Runner) -> dict[str, Any]:
@@ -574,7 +575,7 @@ def _sanitizer(runner: _Runner) -> dict[str, Any]:
         summary = (line for line in reversed(lines) if "ERROR SUMMARY" in line or "RACECHECK SUMMARY" in line)
         return code, next(summary, _last(lines)).strip("= ")
 
-    checks = [(path, tool) for path in ("hopper", "mma", "rows") for tool in TOOLS]
+    checks = [(path, tool) for path in cuda.PATHS for tool in TOOLS]
     ends = runner.each(check, checks, runner.args.jobs)
     found = {f"{path} {tool}": text for (path, tool), (_, text) in zip(checks, ends, strict=True)}
     codes = [code for code, _ in ends]
