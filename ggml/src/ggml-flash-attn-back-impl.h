@@ -22,7 +22,7 @@ enum ggml_flash_attn_back_src {
     GGML_FLASH_ATTN_BACK_SRC_DO    = 6,
 };
 
-// a FLASH_ATTN_BACK node, decoded
+// a FLASH_ATTN_BACK node, decoded, or the FLASH_ATTN_EXT node of which it is the gradient, which has no parts
 struct ggml_flash_attn_back_node {
     float scale;
     float max_bias;
@@ -45,7 +45,24 @@ struct ggml_flash_attn_back_node {
     size_t size[GGML_FLASH_ATTN_BACK_PART_COUNT]; // bytes without padding, 0 for parts that are left out
 };
 
-GGML_API struct ggml_flash_attn_back_node ggml_flash_attn_back_decode(const struct ggml_tensor * back);
+GGML_API struct ggml_flash_attn_back_node ggml_flash_attn_back_decode(const struct ggml_tensor * node);
+
+// The pair: autodiff marks a FLASH_ATTN_EXT node whose result no buffer holds yet and gives it to its FLASH_ATTN_BACK node as an o that
+// stands for what the forward saved behind its result, not for its values. A backend that saves nothing ignores such an o.
+// Saved, after padding to GGML_FLASH_ATTN_BACK_SAVED_ALIGN: a stamp of 16 bytes, float[S*H*N] and uint32_t[S*Hkv].
+#define GGML_FLASH_ATTN_BACK_SAVED_ALIGN 16
+
+// whether attn is a FLASH_ATTN_EXT node that autodiff has marked
+GGML_API bool ggml_flash_attn_back_is_marked(const struct ggml_tensor * attn);
+
+// bytes that a buffer reserves for attn, a FLASH_ATTN_EXT node, beyond ggml_nbytes; 0 if it is not marked
+GGML_API size_t ggml_flash_attn_back_saved_size(const struct ggml_tensor * attn);
+
+// whether back's o stands for what the forward saved
+GGML_API bool ggml_flash_attn_back_o_is_saved(const struct ggml_tensor * back);
+
+// the marked node that back is the gradient of: same sources and parameters; NULL if its o is anything else
+GGML_API const struct ggml_tensor * ggml_flash_attn_back_forward(const struct ggml_tensor * back);
 
 static inline bool ggml_flash_attn_back_wants(const struct ggml_flash_attn_back_node * node, enum ggml_flash_attn_back_part part) {
     return (node->grads >> part) & 1u;

@@ -8,6 +8,7 @@
 #define OP_PARAM_GRADS    5
 #define OP_PARAM_KV_FIRST 6 // two slots
 #define OP_PARAM_KV_COUNT 8 // two slots
+#define OP_PARAM_SAVED    15 // FLASH_ATTN_EXT: marked; FLASH_ATTN_BACK: o stands for what the forward saved
 
 #define MAX_ELEMENTS ((int64_t) 1 << 42) // of q, k, v and d, an empty dimension counting as one: sizes in bytes then fit in 64 bits
 
@@ -74,20 +75,55 @@ static void set_shape(
     node->S   = q->ne[3];
 }
 
-struct ggml_flash_attn_back_node ggml_flash_attn_back_decode(const struct ggml_tensor * back) {
-    GGML_ASSERT(back->op == GGML_OP_FLASH_ATTN_BACK);
+struct ggml_flash_attn_back_node ggml_flash_attn_back_decode(const struct ggml_tensor * tensor) {
+    GGML_ASSERT(tensor->op == GGML_OP_FLASH_ATTN_BACK || tensor->op == GGML_OP_FLASH_ATTN_EXT);
 
     struct ggml_flash_attn_back_node node = { 0 };
-    node.scale                            = ggml_get_op_params_f32(back, 0);
-    node.max_bias                         = ggml_get_op_params_f32(back, 1);
-    node.logit_softcap                    = fabsf(ggml_get_op_params_f32(back, 2)); // c*tanh(x/c) is even in c
-    node.prec                             = (enum ggml_prec) ggml_get_op_params_i32(back, OP_PARAM_PREC);
-    node.grads                            = (uint32_t) ggml_get_op_params_i32(back, OP_PARAM_GRADS);
-    set_shape(&node, back->src[GGML_FLASH_ATTN_BACK_SRC_Q], back->src[GGML_FLASH_ATTN_BACK_SRC_K], back->src[GGML_FLASH_ATTN_BACK_SRC_V]);
-    node.kv_first = get_op_params_i64(back, OP_PARAM_KV_FIRST);
-    node.kv_count = get_op_params_i64(back, OP_PARAM_KV_COUNT);
+    node.scale                            = ggml_get_op_params_f32(tensor, 0);
+    node.max_bias                         = ggml_get_op_params_f32(tensor, 1);
+    node.logit_softcap                    = fabsf(ggml_get_op_params_f32(tensor, 2)); // c*tanh(x/c) is even in c
+    set_shape(&node, tensor->src[GGML_FLASH_ATTN_BACK_SRC_Q], tensor->src[GGML_FLASH_ATTN_BACK_SRC_K], tensor->src[GGML_FLASH_ATTN_BACK_SRC_V]);
+    if (tensor->op == GGML_OP_FLASH_ATTN_EXT) {
+        node.kv_count = node.M;
+        return node;
+    }
+    node.prec     = (enum ggml_prec) ggml_get_op_params_i32(tensor, OP_PARAM_PREC);
+    node.grads    = (uint32_t) ggml_get_op_params_i32(tensor, OP_PARAM_GRADS);
+    node.kv_first = get_op_params_i64(tensor, OP_PARAM_KV_FIRST);
+    node.kv_count = get_op_params_i64(tensor, OP_PARAM_KV_COUNT);
     layout(&node);
     return node;
+}
+
+bool ggml_flash_attn_back_is_marked(const struct ggml_tensor * attn) {
+    return attn->op == GGML_OP_FLASH_ATTN_EXT && ggml_get_op_params_i32(attn, OP_PARAM_SAVED) != 0;
+}
+
+size_t ggml_flash_attn_back_saved_size(const struct ggml_tensor * attn) {
+    if (!ggml_flash_attn_back_is_marked(attn)) {
+        return 0;
+    }
+    const struct ggml_flash_attn_back_node node = ggml_flash_attn_back_decode(attn);
+    const size_t nbytes                         = ggml_nbytes(attn);
+    return GGML_PAD(nbytes, GGML_FLASH_ATTN_BACK_SAVED_ALIGN) - nbytes + 16 + node.S * (node.H * node.N * sizeof(float) + node.Hkv * sizeof(uint32_t));
+}
+
+bool ggml_flash_attn_back_o_is_saved(const struct ggml_tensor * back) {
+    return back->op == GGML_OP_FLASH_ATTN_BACK && ggml_get_op_params_i32(back, OP_PARAM_SAVED) != 0;
+}
+
+const struct ggml_tensor * ggml_flash_attn_back_forward(const struct ggml_tensor * back) {
+    const struct ggml_tensor * attn = back->src[GGML_FLASH_ATTN_BACK_SRC_O];
+    if (!ggml_flash_attn_back_o_is_saved(back) || !attn || !ggml_flash_attn_back_is_marked(attn) ||
+        memcmp(back->op_params, attn->op_params, OP_PARAM_PREC * sizeof(back->op_params[0])) != 0) {
+        return NULL;
+    }
+    for (int i = GGML_FLASH_ATTN_BACK_SRC_Q; i <= GGML_FLASH_ATTN_BACK_SRC_SINKS; ++i) {
+        if (back->src[i] != attn->src[i]) {
+            return NULL;
+        }
+    }
+    return attn;
 }
 
 const char * ggml_flash_attn_back_broken_rule(

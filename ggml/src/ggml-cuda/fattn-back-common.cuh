@@ -10,6 +10,7 @@
 #include <cfloat>
 #include <climits>
 #include <cstdlib>
+#include <cstring>
 #include <functional>
 #include <type_traits>
 
@@ -33,11 +34,26 @@ struct fattn_back_src {
     }
 };
 
+// What the forward of a path leaves behind its result for the backward of the same path. It ends with its path's stamp in word 0; a backward
+// whose kernels find another word there recomputes all, and ends with 0 there.
+struct fattn_back_saved {
+    uint32_t * stamp; // 4 words; NULL: nothing is saved, nor are the others there
+    float * lse;      // of row fattn_back_args::row, as the path's kernels use it
+    uint32_t * large; // [S*Hkv] bits of a float that the path decides by
+};
+
+#define FATTN_BACK_STAMP_HOPPER 0xa4e0edf4u
+#define FATTN_BACK_STAMP_MMA    0x37d4aacfu
+
+// of a FLASH_ATTN_EXT node, or of the one that a FLASH_ATTN_BACK node is the gradient of where a path of this device has run it; else none
+fattn_back_saved fattn_back_get_saved(const ggml_tensor * node);
+
+// a FLASH_ATTN_BACK node, or a FLASH_ATTN_EXT node, which has neither o, dO nor parts
 struct fattn_back_args {
     fattn_back_src q;
     fattn_back_src k;
     fattn_back_src v;
-    fattn_back_src o;
+    fattn_back_src o; // D is taken from its values, unless saved is there: then it is the result that saved belongs to, to be used with it alone
     fattn_back_src dO;
 
     const char * mask; // F16, NULL: none
@@ -85,6 +101,12 @@ struct fattn_back_args {
     int kv_first; // keys [kv_first, kv_first + kv_count) get dK and dV
     int kv_count;
 
+    bool split_all; // more than fp16 operands for every score, not only where logits are large
+
+    fattn_back_saved saved;
+
+    float * O; // FLASH_ATTN_EXT: the result, row (s, i, h) at ((s*N + i)*H + h)*Dv; NULL: not wanted
+
     // parts of the result, NULL: not wanted
     float * dQ;
     float * dK;
@@ -120,6 +142,12 @@ static fattn_back_src fattn_back_get_src(const ggml_tensor * t, const int dim_ro
     };
 }
 
+// whether the node or the environment wants more than fp16 operands everywhere
+static bool fattn_back_split_all(const ggml_flash_attn_back_node & node) {
+    const char * all = getenv("GGML_CUDA_FATTN_BACK_SPLIT");
+    return node.prec == GGML_PREC_F32 || (all != nullptr && strcmp(all, "0") != 0);
+}
+
 static fattn_back_args fattn_back_get_args(const ggml_tensor * dst) {
     const ggml_flash_attn_back_node node = ggml_flash_attn_back_decode(dst);
     const ggml_tensor * mask             = dst->src[GGML_FLASH_ATTN_BACK_SRC_MASK];
@@ -129,8 +157,17 @@ static fattn_back_args fattn_back_get_args(const ggml_tensor * dst) {
     args.q               = fattn_back_get_src(dst->src[GGML_FLASH_ATTN_BACK_SRC_Q], 1, 2);
     args.k               = fattn_back_get_src(dst->src[GGML_FLASH_ATTN_BACK_SRC_K], 1, 2);
     args.v               = fattn_back_get_src(dst->src[GGML_FLASH_ATTN_BACK_SRC_V], 1, 2);
-    args.o               = fattn_back_get_src(dst->src[GGML_FLASH_ATTN_BACK_SRC_O], 2, 1);
-    args.dO              = fattn_back_get_src(dst->src[GGML_FLASH_ATTN_BACK_SRC_DO], 2, 1);
+
+    args.split_all = fattn_back_split_all(node);
+    args.saved     = fattn_back_get_saved(dst);
+    if (dst->op == GGML_OP_FLASH_ATTN_BACK) {
+        if (args.saved.stamp != nullptr || !ggml_flash_attn_back_o_is_saved(dst)) {
+            args.o = fattn_back_get_src(dst->src[GGML_FLASH_ATTN_BACK_SRC_O], 2, 1);
+        }
+        args.dO = fattn_back_get_src(dst->src[GGML_FLASH_ATTN_BACK_SRC_DO], 2, 1);
+    } else {
+        args.O = (float *) dst->data;
+    }
 
     if (mask != nullptr) {
         args.mask         = (const char *) mask->data;

@@ -3,7 +3,10 @@
 #include "fattn-back-hopper.cuh"
 #include "fattn-back-mma.cuh"
 #include "fattn-back-rows.cuh"
+#include "fattn.cuh"
 #include "ggml-backend.h"
+#include "ggml-backend-impl.h"
+#include "ggml-cuda.h"
 
 #include <cstdlib>
 #include <cstring>
@@ -16,15 +19,17 @@ struct fattn_back_path {
     const char * name;
     const char * (*refusal)(int device, const ggml_tensor * dst); // NULL: takes the node
     fattn_back_plan (*plan)(int device, const ggml_tensor * dst, size_t limit);
+    const char * (*forward_refusal)(int device, const ggml_tensor * attn); // NULL: there is no forward
+    fattn_back_plan (*forward_plan)(int device, const ggml_tensor * attn, size_t limit);
 };
 
 // in order of preference; the last one takes whatever the operator does, so that its refusal is the operator's
 static constexpr fattn_back_path fattn_back_paths[] = {
 #ifdef FATTN_BACK_TENSOR_CORES
-    { "hopper", ggml_cuda_flash_attn_back_hopper_refusal, ggml_cuda_flash_attn_back_hopper_plan },
-    { "mma", ggml_cuda_flash_attn_back_mma_refusal, ggml_cuda_flash_attn_back_mma_plan },
+    { "hopper", ggml_cuda_flash_attn_back_hopper_refusal, ggml_cuda_flash_attn_back_hopper_plan, nullptr, nullptr },
+    { "mma", ggml_cuda_flash_attn_back_mma_refusal, ggml_cuda_flash_attn_back_mma_plan, nullptr, nullptr },
 #endif // FATTN_BACK_TENSOR_CORES
-    { "rows", ggml_cuda_flash_attn_back_rows_refusal, ggml_cuda_flash_attn_back_rows_plan },
+    { "rows", ggml_cuda_flash_attn_back_rows_refusal, ggml_cuda_flash_attn_back_rows_plan, nullptr, nullptr },
 };
 
 // the first path from begin on that takes the node; NULL if none does, then reason says why
@@ -75,21 +80,39 @@ static thread_local bool fattn_back_out_of_memory = false;
 static constexpr size_t FATTN_BACK_SLACK     = 16 << 20;
 static constexpr size_t FATTN_BACK_MIN_LIMIT = 1 << 20;
 
-// the first plan of path or of those after it whose workspace fits room; false if there is none
-static bool fattn_back_fit(
-    const int device, const ggml_tensor * dst, const size_t room, const fattn_back_path * path, fattn_back_plan & plan) {
-    const char * reason;
-    for (; path != nullptr; path = fattn_back_choose(device, dst, &reason, path + 1)) {
-        size_t limit = fattn_back_workspace_limit();
-        do {
-            plan = path->plan(device, dst, limit);
-            if (plan.nbytes <= room) {
-                return true;
-            }
+// bytes that the current device has left
+static size_t fattn_back_free() {
+    size_t free;
+    size_t total;
+    CUDA_CHECK(cudaMemGetInfo(&free, &total));
+    return free;
+}
+
+// runs the first plan whose workspace fits what is free, of ever smaller limits, of path and of the paths that next gives; false if none fits
+template <typename P, typename N>
+static bool fattn_back_run(ggml_backend_cuda_context & ctx, const ggml_tensor * dst, const fattn_back_path * path, const P make_plan, const N & next) {
+    size_t limit         = fattn_back_workspace_limit();
+    fattn_back_plan plan = (path->*make_plan)(ctx.device, dst, limit);
+    size_t & held        = fattn_back_held_by(ctx);
+    if (plan.nbytes > held) {
+        const size_t free = fattn_back_free();
+        const size_t room = held + (free - std::min(free, FATTN_BACK_SLACK)) / 21 * 20; // the pool may take a twentieth more
+        while (plan.nbytes > room) {
             limit /= 2;
-        } while (limit >= FATTN_BACK_MIN_LIMIT);
+            if (limit < FATTN_BACK_MIN_LIMIT) {
+                limit = fattn_back_workspace_limit();
+                path  = next(path);
+                if (path == nullptr) {
+                    return false;
+                }
+            }
+            plan = (path->*make_plan)(ctx.device, dst, limit);
+        }
+        held = std::max(held, plan.nbytes);
     }
-    return false;
+    ggml_cuda_pool_alloc<char> workspace(ctx.pool(), std::max<size_t>(plan.nbytes, 1));
+    plan.run(workspace.get(), ctx.stream());
+    return true;
 }
 
 void ggml_cuda_flash_attn_back(ggml_backend_cuda_context & ctx, ggml_tensor * dst) {
@@ -98,22 +121,79 @@ void ggml_cuda_flash_attn_back(ggml_backend_cuda_context & ctx, ggml_tensor * ds
     if (path == nullptr) {
         GGML_ABORT("FLASH_ATTN_BACK: %s", reason);
     }
-    fattn_back_plan plan = path->plan(ctx.device, dst, fattn_back_workspace_limit());
-    size_t & held        = fattn_back_held_by(ctx);
-    if (plan.nbytes > held) {
-        size_t free;
-        size_t total;
-        CUDA_CHECK(cudaMemGetInfo(&free, &total));
-        const size_t room = held + (free - std::min(free, FATTN_BACK_SLACK)) / 21 * 20; // the pool may take a twentieth more
-        if (plan.nbytes > room && !fattn_back_fit(ctx.device, dst, room, path, plan)) {
-            GGML_LOG_ERROR("FLASH_ATTN_BACK: device %d has %.1f MiB free, too little for any path\n", ctx.device, free / 1048576.0);
-            fattn_back_out_of_memory = true;
-            return;
-        }
-        held = std::max(held, plan.nbytes);
+    const auto next = [&](const fattn_back_path * p) { return fattn_back_choose(ctx.device, dst, &reason, p + 1); };
+    if (!fattn_back_run(ctx, dst, path, &fattn_back_path::plan, next)) {
+        GGML_LOG_ERROR(
+            "FLASH_ATTN_BACK: device %d has %.1f MiB free, too little for any path\n", ctx.device, fattn_back_free() / 1048576.0);
+        fattn_back_out_of_memory = true;
     }
-    ggml_cuda_pool_alloc<char> workspace(ctx.pool(), std::max<size_t>(plan.nbytes, 1));
-    plan.run(workspace.get(), ctx.stream());
+}
+
+// the path whose forward runs attn: the one that takes its gradient, if it has a forward that takes it
+static const fattn_back_path * fattn_back_choose_forward(const int device, const ggml_tensor * attn, const char ** reason) {
+    const fattn_back_path * path = fattn_back_choose(device, attn, reason);
+    if (path == nullptr) {
+        return nullptr;
+    }
+    *reason = path->forward_refusal != nullptr ? path->forward_refusal(device, attn) : "the path has no forward";
+    return *reason == nullptr ? path : nullptr;
+}
+
+// the device whose memory holds attn and what is saved behind it, -1 if there is none
+static int fattn_back_saved_device(const ggml_tensor * attn) {
+    if (!ggml_flash_attn_back_is_marked(attn) || attn->data == nullptr || attn->buffer == nullptr || attn->view_src != nullptr ||
+        (uintptr_t) attn->data % GGML_FLASH_ATTN_BACK_SAVED_ALIGN != 0) {
+        return -1;
+    }
+    const uintptr_t base = (uintptr_t) ggml_backend_buffer_get_base(attn->buffer);
+    const uintptr_t end  = base + ggml_backend_buffer_get_size(attn->buffer);
+    if ((uintptr_t) attn->data < base || (uintptr_t) attn->data + ggml_cuda_flash_attn_train_alloc_size(attn) > end) {
+        return -1;
+    }
+    for (int device = 0; device < ggml_backend_cuda_get_device_count(); ++device) {
+        if (attn->buffer->buft == ggml_backend_cuda_buffer_type(device)) {
+            return device;
+        }
+    }
+    return -1;
+}
+
+fattn_back_saved fattn_back_get_saved(const ggml_tensor * node) {
+    const ggml_tensor * attn = node;
+    if (node->op == GGML_OP_FLASH_ATTN_BACK) {
+        attn = ggml_flash_attn_back_forward(node);
+        if (attn == nullptr || node->buffer == nullptr || attn->buffer == nullptr || node->buffer->buft != attn->buffer->buft) {
+            return {};
+        }
+    }
+    const int device = fattn_back_saved_device(attn);
+    const char * reason;
+    if (device < 0 || (node != attn && fattn_back_choose_forward(device, attn, &reason) == nullptr)) {
+        return {};
+    }
+    const ggml_flash_attn_back_node shape = ggml_flash_attn_back_decode(attn);
+    uint32_t * stamp = (uint32_t *) ((char *) attn->data + GGML_PAD(ggml_nbytes(attn), GGML_FLASH_ATTN_BACK_SAVED_ALIGN));
+    float * lse      = (float *) (stamp + 4);
+    return { stamp, lse, (uint32_t *) (lse + shape.S * shape.H * shape.N) };
+}
+
+size_t ggml_cuda_flash_attn_train_alloc_size(const ggml_tensor * tensor) {
+    const size_t saved = tensor->op == GGML_OP_FLASH_ATTN_EXT ? ggml_flash_attn_back_saved_size(tensor) : 0;
+    return saved > 0 ? ggml_nbytes(tensor) + saved : 0;
+}
+
+bool ggml_cuda_flash_attn_train(ggml_backend_cuda_context & ctx, ggml_tensor * dst) {
+    if (fattn_back_saved_device(dst) != ctx.device) {
+        return false;
+    }
+    const char * reason;
+    const fattn_back_path * path = fattn_back_choose_forward(ctx.device, dst, &reason);
+    const auto next              = [](const fattn_back_path *) -> const fattn_back_path * { return nullptr; };
+    if (path == nullptr || !fattn_back_run(ctx, dst, path, &fattn_back_path::forward_plan, next)) {
+        ggml_cuda_flash_attn_ext(ctx, dst); // its own scratch is where saved is
+        CUDA_CHECK(cudaMemsetAsync(fattn_back_get_saved(dst).stamp, 0, sizeof(uint32_t), ctx.stream()));
+    }
+    return true;
 }
 
 bool ggml_cuda_flash_attn_back_failed() {
