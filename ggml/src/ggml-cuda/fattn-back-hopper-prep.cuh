@@ -2,7 +2,7 @@
 
 // Operands of the Hopper path of FLASH_ATTN_BACK as tiles of fp16. Bound by memory.
 
-#include "fattn-back-hopper-kernels.cuh"
+#include "fattn-back-hopper-backward.cuh"
 
 #define FATTN_BACK_HOPPER_AMAX_K 8 // exponent of the largest |K - mean| as an operand
 #define FATTN_BACK_HOPPER_NORM_V 6 // exponent of the bound of a row of V - mean; a row of dO has a norm in [1, 2): |dP| <= 2^8
@@ -13,8 +13,8 @@ static_assert(FATTN_BACK_MASK_ROWS == FATTN_BACK_HOPPER_ROWS, "the table is of o
 template <int D>
 static constexpr int fattn_back_hopper_loads = std::min(4, FATTN_BACK_HOPPER_ROWS * D / 8 / FATTN_BACK_PREP_THREADS);
 
-// x as row r of a tile, split: and what rounding leaves as row r of the next tile
-template <int D, bool split>
+// x as row r of a tile, hilo: and what rounding leaves as row r of the next tile
+template <int D, bool hilo>
 static __device__ __forceinline__ void fattn_back_hopper_store8(half * tile, const int r, const int i, const float (&x)[8]) {
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
@@ -29,7 +29,7 @@ static __device__ __forceinline__ void fattn_back_hopper_store8(half * tile, con
             z[k]            = __floats2half2_rn(x2.x - __low2float(y[k]), x2.y - __high2float(y[k]));
         }
         *(uint2 *) dst = *(const uint2 *) y;
-        if constexpr (split) {
+        if constexpr (hilo) {
             *(uint2 *) (dst + FATTN_BACK_HOPPER_ROWS * D * 2) = *(const uint2 *) z;
         }
     }
@@ -40,7 +40,8 @@ static __device__ __forceinline__ float fattn_back_hopper_pow2(const float x, co
     return exp2f(fminf(fmaxf(target - floorf(log2f(x)), -100.0f), 100.0f));
 }
 
-// Means of the columns of K (y = 0) and V (y = 1), and their scales. Grid: units, 2; four threads a column.
+// Means of the columns of K (y = 0) and V (y = 1), and their scales; whether what the forward has left can be used. Grid: units, 2; four
+// threads a column.
 static __global__ void __launch_bounds__(FATTN_BACK_PREP_MEAN_THREADS) flash_attn_back_hopper_means(
     const __grid_constant__ fattn_back_hopper_params p, const int D) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -57,9 +58,13 @@ static __global__ void __launch_bounds__(FATTN_BACK_PREP_MEAN_THREADS) flash_att
     const float amax = fattn_back_block_reduce(size, true);
     const float rel  = amax > 0.0f && first ? size / amax : 0.0f;
     const float norm = amax * sqrtf(fattn_back_block_reduce(rel * rel, false));
+    const float flat = fattn_back_block_reduce(first ? fabsf(mean) : 0.0f, true);
     if (threadIdx.x == 0) {
-        p.large[p.unit0 + blockIdx.x] = 0;
         if (is_v) {
+            const bool stamped              = p.a.saved.stamp != nullptr && p.a.O == nullptr && p.a.saved.stamp[0] == FATTN_BACK_STAMP_HOPPER;
+            const bool known                = stamped && flat <= FATTN_BACK_HOPPER_FLAT * amax;
+            p.known[p.unit0 + blockIdx.x]   = known;
+            p.large[p.unit0 + blockIdx.x]   = known ? p.a.saved.large[p.unit0 + blockIdx.x] : 0;
             p.scale[p.unit0 + blockIdx.x].z = norm > 0.0f ? fattn_back_hopper_pow2(norm, FATTN_BACK_HOPPER_NORM_V) : 1.0f;
         } else {
             const float scale               = amax > 0.0f ? fattn_back_hopper_pow2(amax, FATTN_BACK_HOPPER_AMAX_K) : 1.0f;
@@ -72,21 +77,21 @@ static __global__ void __launch_bounds__(FATTN_BACK_PREP_MEAN_THREADS) flash_att
 #endif // defined(__CUDA_ARCH_FEAT_SM90_ALL)
 }
 
-// A tile of K (y < units), V (y < 2*units), or of Q and dO of a head, with what their rows have in common with the means.
+// A tile of K (y < units), V (y < 2*units), or of Q and dO of a head, with what their rows have in common with the means and with a known O.
 // Keys that no row sees, rows that see no key, and padding are 0. Grid: max(key tiles, query tiles), 2*units + heads or, for further keys, without the heads.
-// split: K and Q in two halves, units whose rows ask for it.
-template <int D, bool split>
+// hilo: K and Q in two halves, units whose rows ask for it.
+template <int D, bool hilo>
 static __global__ void __launch_bounds__(FATTN_BACK_PREP_THREADS) flash_attn_back_hopper_convert(
     const __grid_constant__ fattn_back_hopper_params p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
     constexpr int n     = D / 8;
-    constexpr int size1 = FATTN_BACK_HOPPER_ROWS * D * (split ? 2 : 1);
+    constexpr int size1 = FATTN_BACK_HOPPER_ROWS * D * (hilo ? 2 : 1);
     const int i         = threadIdx.x % n;
     if (blockIdx.y < 2 * p.units) {
         const bool is_v = blockIdx.y >= p.units;
         const int lunit = blockIdx.y - (is_v ? p.units : 0);
         const int kt    = p.kt0 + blockIdx.x;
-        if (kt >= fattn_back_hopper_last_key(p) || (split && !fattn_back_hopper_large(p, lunit))) {
+        if (kt >= fattn_back_hopper_last_key(p) || (hilo && !fattn_back_hopper_large(p, lunit))) {
             return;
         }
         const int unit             = p.unit0 + lunit;
@@ -122,7 +127,7 @@ static __global__ void __launch_bounds__(FATTN_BACK_PREP_THREADS) flash_attn_bac
                 if (is_v) {
                     fattn_back_hopper_store8<D, false>(tile, r, i, x[j]);
                 } else {
-                    fattn_back_hopper_store8<D, split>(tile, r, i, x[j]);
+                    fattn_back_hopper_store8<D, hilo>(tile, r, i, x[j]);
                 }
             }
         }
@@ -131,13 +136,13 @@ static __global__ void __launch_bounds__(FATTN_BACK_PREP_THREADS) flash_attn_bac
 
     const int lhead = blockIdx.y - 2 * p.units;
     const int lunit = lhead / p.a.G;
-    if (blockIdx.x >= p.QT || (split && !fattn_back_hopper_large(p, lunit))) {
+    if (blockIdx.x >= p.QT || (hilo && !fattn_back_hopper_large(p, lunit))) {
         return;
     }
     const int h        = fattn_back_hopper_head(p, lhead);
     const int s        = fattn_back_hopper_seq(p, lhead);
     const int64_t tile = (int64_t) lhead * p.QT + blockIdx.x;
-    const float sq     = split ? p.scale[p.unit0 + lunit].x : 1.0f; // known when the unit comes again
+    const float sq     = hilo ? p.scale[p.unit0 + lunit].x : 1.0f; // known when the unit comes again
     float mean_k[8];
     float mean_v[8];
 #pragma unroll
@@ -145,8 +150,11 @@ static __global__ void __launch_bounds__(FATTN_BACK_PREP_THREADS) flash_attn_bac
         mean_k[c] = p.mean_k[(int64_t) (p.unit0 + lunit) * FATTN_BACK_PREP_MAX_D + fattn_back_load8_component(i, c)];
         mean_v[c] = p.mean_v[(int64_t) (p.unit0 + lunit) * FATTN_BACK_PREP_MAX_D + fattn_back_load8_component(i, c)];
     }
-    float qmax = 0.0f;
-    float omax = 0.0f;
+    float qmax          = 0.0f;
+    float omax          = 0.0f;
+    const bool has_dO   = p.a.dO.data != nullptr;
+    const bool has_O    = has_dO && p.known[p.unit0 + lunit] != 0;
+    const float scale_v = p.scale[p.unit0 + lunit].z;
 #pragma unroll 2
     for (int r = threadIdx.x / n; r < FATTN_BACK_HOPPER_ROWS; r += FATTN_BACK_PREP_THREADS / n) {
         const int q = blockIdx.x * FATTN_BACK_HOPPER_ROWS + r;
@@ -154,7 +162,9 @@ static __global__ void __launch_bounds__(FATTN_BACK_PREP_THREADS) flash_attn_bac
         float y[8]  = { 0.0f };
         if (q < p.a.N && p.mask.sees(p.a, h, s, q)) {
             fattn_back_load8(p.a.q, p.a.q.offset(q, h, s), fattn_back_load8_first(i), D, x);
-            fattn_back_load8(p.a.dO, p.a.dO.offset(q, h, s), fattn_back_load8_first(i), D, y);
+            if (has_dO) {
+                fattn_back_load8(p.a.dO, p.a.dO.offset(q, h, s), fattn_back_load8_first(i), D, y);
+            }
         }
         float amax = 0.0f;
         float qk   = 0.0f;
@@ -181,16 +191,32 @@ static __global__ void __launch_bounds__(FATTN_BACK_PREP_THREADS) flash_attn_bac
         for (int c = 0; c < 8; ++c) {
             y[c] *= w;
         }
-        omax = fmaxf(omax, norm);
+        omax          = fmaxf(omax, norm);
+        float dot     = 0.0f;
+        float4 common = make_float4(qk, ov, w, 0.0f);
+        if (has_O && q < p.a.N) {
+            const float pkeys = fattn_back_hopper_finish(p, lhead, q, p.scale[p.unit0 + lunit], common, p.a.saved.lse[p.a.row(q, h, s)], 0.0f, false);
+            const float inv   = pkeys > 0.0f ? 1.0f / pkeys : 0.0f;
+            float o[8];
+            fattn_back_load8(p.a.o, p.a.o.offset(q, h, s), fattn_back_load8_first(i), D, o);
+#pragma unroll
+            for (int c = 0; c < 8; ++c) {
+                dot = fmaf(__half2float(__float2half_rn(y[c])), (o[c] * inv - mean_v[c]) * scale_v, dot);
+            }
+            common.w = pkeys > 0.0f ? 1.0f : 0.0f;
+        }
+        common.w = common.w * warp_reduce_sum<n>(dot);
         if (i == 0) {
-            p.rows[tile * FATTN_BACK_HOPPER_ROWS + r] = make_float4(qk, ov, w, 0.0f);
+            p.rows[tile * FATTN_BACK_HOPPER_ROWS + r] = common;
         }
 #pragma unroll
         for (int c = 0; c < 8; ++c) {
             x[c] *= sq;
         }
-        fattn_back_hopper_store8<D, split>(p.q + tile * size1, r, i, x);
-        fattn_back_hopper_store8<D, false>(p.dO + tile * FATTN_BACK_HOPPER_ROWS * D, r, i, y);
+        fattn_back_hopper_store8<D, hilo>(p.q + tile * size1, r, i, x);
+        if (has_dO) {
+            fattn_back_hopper_store8<D, false>(p.dO + tile * FATTN_BACK_HOPPER_ROWS * D, r, i, y);
+        }
     }
     qmax = fattn_back_block_reduce(qmax, true);
     omax = fattn_back_block_reduce(omax, true);
@@ -203,7 +229,7 @@ static __global__ void __launch_bounds__(FATTN_BACK_PREP_THREADS) flash_attn_bac
 #endif // defined(__CUDA_ARCH_FEAT_SM90_ALL)
 }
 
-// The scales of a unit's Q and dO; tiles of Q again where the values are out of the range that fp16 holds well. Grid: blocks that share the
+// The scales of a unit's Q and dO, and of the dO of its heads; tiles of Q again where the values are out of the range that fp16 holds well. Grid: blocks that share the
 // query tiles, heads.
 template <int D>
 static __global__ void __launch_bounds__(FATTN_BACK_PREP_THREADS) flash_attn_back_hopper_rescale(
@@ -213,15 +239,21 @@ static __global__ void __launch_bounds__(FATTN_BACK_PREP_THREADS) flash_attn_bac
     const int lunit = blockIdx.y / p.a.G;
     float qmax      = 0.0f;
     float omax      = 0.0f;
+    float head      = 0.0f;
     for (int64_t i = threadIdx.x; i < p.a.G * p.QT; i += FATTN_BACK_PREP_THREADS) {
         const float2 x = p.rowparts[(int64_t) lunit * p.a.G * p.QT + i];
         qmax           = fmaxf(qmax, x.x);
         omax           = fmaxf(omax, x.y);
+        head           = fmaxf(head, i / p.QT == blockIdx.y % p.a.G ? x.y : 0.0f);
     }
     qmax              = fattn_back_block_reduce(qmax, true);
     omax              = fattn_back_block_reduce(omax, true);
+    head              = fattn_back_block_reduce(head, true);
     const bool good   = qmax == 0.0f || (qmax >= 0x1p-6f && qmax < 0x1p15f);
     const float scale = good ? 1.0f : fattn_back_hopper_pow2(qmax, FATTN_BACK_HOPPER_AMAX_K);
+    if (blockIdx.x == 0 && threadIdx.x == 0) {
+        p.weight[p.unit0 * p.a.G + blockIdx.y] = fattn_back_hopper_pow2(head > 0.0f ? head : omax, 0);
+    }
     if (blockIdx.x == 0 && blockIdx.y % p.a.G == 0 && threadIdx.x == 0) {
         p.scale[p.unit0 + lunit].x = scale;
         p.scale[p.unit0 + lunit].w = fattn_back_hopper_pow2(omax, 0);
@@ -250,4 +282,51 @@ static __global__ void __launch_bounds__(FATTN_BACK_PREP_THREADS) flash_attn_bac
     GGML_UNUSED_VARS(p);
     NO_DEVICE_CODE;
 #endif // defined(__CUDA_ARCH_FEAT_SM90_ALL)
+}
+
+// LSE and D of units whose forward has left LSE and O. Grid: blocks of rows of the query tiles, heads.
+template <bool hilo>
+static __global__ void __launch_bounds__(FATTN_BACK_PREP_THREADS) flash_attn_back_hopper_known(
+    const __grid_constant__ fattn_back_hopper_params p) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+    const int lhead = blockIdx.y;
+    const int unit  = lhead / p.a.G;
+    const int q     = blockIdx.x * FATTN_BACK_PREP_THREADS + threadIdx.x;
+    if (q >= p.QT * FATTN_BACK_HOPPER_ROWS || fattn_back_hopper_unknown(p, unit) || fattn_back_hopper_large(p, unit) != hilo) {
+        return;
+    }
+    const float4 x   = p.rows[(int64_t) lhead * p.QT * FATTN_BACK_HOPPER_ROWS + q];
+    const float keys = q < p.a.N ? p.a.saved.lse[p.a.row(q, fattn_back_hopper_head(p, lhead), fattn_back_hopper_seq(p, lhead))] : -INFINITY;
+    fattn_back_hopper_finish(p, lhead, q, p.scale[p.unit0 + unit], x, keys, x.w, true);
+#else
+    GGML_UNUSED_VARS(p);
+    NO_DEVICE_CODE;
+#endif // defined(__CUDA_ARCH_FEAT_SM90_ALL)
+}
+
+// What the forward leaves beside LSE. One block.
+static __global__ void __launch_bounds__(FATTN_BACK_PREP_THREADS) flash_attn_back_hopper_save(const __grid_constant__ fattn_back_hopper_params p) {
+    for (int i = threadIdx.x; i < p.a.S * p.a.Hkv; i += FATTN_BACK_PREP_THREADS) {
+        p.a.saved.large[i] = p.large[i];
+    }
+    if (threadIdx.x == 0) {
+        p.a.saved.stamp[0] = FATTN_BACK_STAMP_HOPPER;
+    }
+}
+
+// Adds to dQ what the sinks take: mean(K) is not part of the operands, and the P of the keys do not add up to 1. Grid: queries, heads,
+// sequences; a thread has four components.
+static __global__ void flash_attn_back_hopper_sinks_dq(const __grid_constant__ fattn_back_hopper_params p) {
+    const int h        = blockIdx.y;
+    const int s        = blockIdx.z;
+    const int64_t row  = p.a.row(blockIdx.x, h, s);
+    const float sink   = p.a.sinks[h];
+    const float * mean = p.mean_k + (int64_t) (s * p.a.Hkv + h / p.a.G) * FATTN_BACK_PREP_MAX_D + 4 * threadIdx.x;
+    if (fabsf(sink) == INFINITY || p.a.D[row] == 0.0f) {
+        return;
+    }
+    const float f  = p.a.scale * p.a.D[row] * exp2f((sink - p.a.LSE[row]) * FATTN_BACK_HOPPER_LOG2E);
+    float4 * dst   = (float4 *) (p.a.dQ + row * p.a.Dk) + threadIdx.x;
+    const float4 x = *dst;
+    *dst           = make_float4(fmaf(f, mean[0], x.x), fmaf(f, mean[1], x.y), fmaf(f, mean[2], x.z), fmaf(f, mean[3], x.w));
 }

@@ -51,7 +51,9 @@ const char * ggml_cuda_flash_attn_back_hopper_refusal(const int device, const gg
         std::max(node.N, node.M) > max_grid * FATTN_BACK_HOPPER_ROWS) {
         return "more heads, masks, queries or keys than a grid holds";
     }
-    if (fattn_back_hopper_least(fattn_back_get_args(dst)) > fattn_back_workspace_limit()) {
+    fattn_back_args args = fattn_back_get_args(dst);
+    args.O               = nullptr; // the forward of a node and its gradient are of one path
+    if (fattn_back_hopper_least(args) > fattn_back_workspace_limit()) {
         return "the operands of one KV head do not fit the workspace";
     }
     // where there is little to do mma is faster, the more so the fewer the queries of a head
@@ -63,9 +65,13 @@ const char * ggml_cuda_flash_attn_back_hopper_refusal(const int device, const gg
     return nullptr;
 }
 
-fattn_back_plan ggml_cuda_flash_attn_back_hopper_plan(const int device, const ggml_tensor * dst, const size_t limit) {
-    const fattn_back_hopper_plan plan = fattn_back_hopper_make_plan(
-        fattn_back_get_args(dst), ggml_flash_attn_back_decode(dst).prec == GGML_PREC_F32, limit, ggml_cuda_info().devices[device].nsm);
+const char * ggml_cuda_flash_attn_back_hopper_forward_refusal(const int, const ggml_tensor *) {
+    return nullptr;
+}
+
+fattn_back_plan ggml_cuda_flash_attn_back_hopper_plan(const int device, const ggml_tensor * node, const size_t limit) {
+    const fattn_back_hopper_plan plan =
+        fattn_back_hopper_make_plan(fattn_back_get_args(node), limit, ggml_cuda_info().devices[device].nsm);
     return { plan.size, [plan](char * workspace, cudaStream_t stream) { fattn_back_hopper_run(plan, workspace, stream); } };
 }
 

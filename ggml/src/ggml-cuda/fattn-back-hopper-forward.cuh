@@ -1,0 +1,432 @@
+#pragma once
+
+// The forward: O and LSE, or for a backward that starts from nothing LSE and D.
+
+#include "fattn-back-hopper-common.cuh"
+
+// Shared memory: nwg tiles of Q, rings of kn tiles of K and of V; hilo: Q and K in two halves.
+template <int D, int nwg, int kn, int stages, bool hilo>
+struct fattn_back_hopper_smem_forward {
+    static constexpr int tile    = FATTN_BACK_HOPPER_ROWS * D * 2;
+    static constexpr int tile1   = hilo ? 2 * tile : tile;
+    static constexpr int ring1   = nwg * tile1;
+    static constexpr int ring2   = ring1 + stages * kn * tile1;
+    static constexpr int meta    = ring2 + stages * kn * tile;
+    static constexpr int own     = meta + stages * 8; // Q is here
+    static constexpr int full1   = own + 8;
+    static constexpr int empty1  = full1 + stages * 8;
+    static constexpr int full2   = empty1 + stages * 8;
+    static constexpr int empty2  = full2 + stages * 8;
+    static constexpr int bytes   = empty2 + stages * 8;
+    static constexpr int stages1 = stages;
+    static constexpr int stages2 = stages;
+    static_assert(bytes <= 232448, "more than a multiprocessor has");
+};
+
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+
+// The producer warp: own tiles t0, t0 + 1, .. before end of Q, then the runs of kn tiles of [first, last) of K and V that they see.
+template <typename L, int nwg, int kn>
+static __device__ __forceinline__ void fattn_back_hopper_produce_queries(const fattn_back_hopper_params & p, char * smem_ptr, const int unit,
+    const int t0, const int end, const int first, const int last) {
+    const uint32_t smem = hopper_smem(smem_ptr);
+    const int lane      = threadIdx.x % 32;
+    if (lane == 0) {
+        hopper_barrier_expect(smem + L::own, nwg * L::tile1);
+        for (int w = 0; w < nwg; ++w) {
+            const int64_t i = min(t0 + w, end - 1);
+            hopper_load(smem + w * L::tile1, (const char *) p.q + i * L::tile1, L::tile1, smem + L::own);
+        }
+    }
+    fattn_back_hopper_ring<L::stages1> ring;
+    fattn_back_hopper_walk<false, nwg, kn>(p, 0, t0, end, first, last, [&](const int t, const uint32_t states) {
+        if (lane == 0) {
+            const int64_t i      = (int64_t) unit * p.kts + t - p.kt0;
+            const uint32_t full1 = smem + L::full1 + 8 * ring.stage;
+            const uint32_t full2 = smem + L::full2 + 8 * ring.stage;
+            hopper_barrier_wait(smem + L::empty1 + 8 * ring.stage, ring.parity ^ 1);
+            *(int2 *) (smem_ptr + L::meta + 8 * ring.stage) = make_int2(t, (int) states);
+            hopper_barrier_expect(full1, kn * L::tile1);
+            hopper_load(smem + L::ring1 + ring.stage * kn * L::tile1, (const char *) p.k + i * L::tile1, kn * L::tile1, full1);
+            hopper_barrier_wait(smem + L::empty2 + 8 * ring.stage, ring.parity ^ 1);
+            hopper_barrier_expect(full2, kn * L::tile);
+            hopper_load(smem + L::ring2 + ring.stage * kn * L::tile, (const char *) p.v + i * L::tile, kn * L::tile, full2);
+        }
+        __syncwarp();
+        ring.next();
+    });
+    if (lane == 0) {
+        hopper_barrier_wait(smem + L::empty1 + 8 * ring.stage, ring.parity ^ 1);
+        *(int2 *) (smem_ptr + L::meta + 8 * ring.stage) = make_int2(0, -1);
+        hopper_barrier_arrive(smem + L::full1 + 8 * ring.stage);
+    }
+}
+
+// A thread's two rows of the softmax: row 16*warp + lane/4 of a tile and the one 8 below.
+struct fattn_back_hopper_softmax {
+    float m[2] = { -INFINITY, -INFINITY }; // the maximum that E is relative to
+    float l[2] = { 0.0f, 0.0f };           // the thread's part of the sum of E16
+
+    // S to E; returns whether the warp's maxima moved, by which factors then
+    template <int kn>
+    __device__ __forceinline__ bool exponentials(float (&S)[kn][32], const float sc, float (&alpha)[2]) {
+        float y[2 * kn]; // of a row's columns two at a time if registers allow it: one after the other they wait for each other
+#pragma unroll
+        for (float & m : y) {
+            m = -INFINITY;
+        }
+#pragma unroll
+        for (int i = 0; i < 32 * kn; ++i) {
+            float & m = y[i % 4 / (kn == 1 ? 2 : 1)];
+            m         = fmaxf(m, S[i / 32][i % 32]);
+        }
+        float x[2] = { fmaxf(y[0], y[kn - 1]), fmaxf(y[kn], y[2 * kn - 1]) };
+        const bool moved =
+            __any_sync(0xFFFFFFFF, x[0] * sc > m[0] + FATTN_BACK_HOPPER_LAZY || x[1] * sc > m[1] + FATTN_BACK_HOPPER_LAZY);
+        alpha[0] = 1.0f;
+        alpha[1] = 1.0f;
+        if (moved) {
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                x[r] = sc * fattn_back_hopper_quad_max(x[r]);
+                if (x[r] > m[r] + FATTN_BACK_HOPPER_LAZY) {
+                    alpha[r] = hopper_exp2(m[r] - x[r]);
+                    m[r]     = x[r];
+                }
+                l[r] *= alpha[r];
+            }
+        }
+        const float base[2] = { m[0] == -INFINITY ? 0.0f : FATTN_BACK_HOPPER_SHIFT_E - m[0],
+            m[1] == -INFINITY ? 0.0f : FATTN_BACK_HOPPER_SHIFT_E - m[1] };
+#pragma unroll
+        for (int j = 0; j < kn; ++j) {
+#pragma unroll
+            for (int i = 0; i < 32; ++i) {
+                S[j][i] = hopper_exp2(fmaf(S[j][i], sc, base[i % 4 / 2]));
+            }
+        }
+        return moved;
+    }
+
+    // E to the operand of the next product
+    template <int kn>
+    __device__ __forceinline__ void operand(uint32_t (&E16)[kn][16], const float (&E)[kn][32]) {
+        float sum[2 * kn] = { 0.0f };
+#pragma unroll
+        for (int j = 0; j < kn; ++j) {
+#pragma unroll
+            for (int i = 0; i < 16; ++i) {
+                E16[j][i]      = hopper_pack(E[j][2 * i + 0], E[j][2 * i + 1]);
+                const float2 e = __half22float2(*(const half2 *) &E16[j][i]);
+                sum[i % (2 * kn)] += e.x + e.y;
+            }
+        }
+        l[0] += kn == 1 ? sum[0] : sum[0] + sum[2 * kn - 2];
+        l[1] += kn == 1 ? sum[1] : sum[1] + sum[2 * kn - 1];
+    }
+};
+
+// dO16 . O over a row of accumulators [64 x D] of a tile; r: the thread's first or second row
+template <int D>
+static __device__ __forceinline__ float fattn_back_hopper_dot_do(
+    const fattn_back_hopper_params & p, const float (&O)[D / 2], const int tile, const int r) {
+    const int row   = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4 + 8 * r;
+    const char * dO = (const char *) p.dO + (int64_t) tile * FATTN_BACK_HOPPER_ROWS * D * 2 + row * 128 + threadIdx.x % 4 * 4;
+    float sum       = 0.0f;
+#pragma unroll
+    for (int j = 0; j < D / 8; ++j) {
+        const float2 x = __half22float2(*(const half2 *) (dO + j / 8 * FATTN_BACK_HOPPER_PANEL + (j % 8 ^ row % 8) * 16));
+        sum            = fmaf(O[4 * j + 2 * r + 0], x.x, sum);
+        sum            = fmaf(O[4 * j + 2 * r + 1], x.y, sum);
+    }
+    return fattn_back_hopper_quad_sum(sum);
+}
+
+#endif // defined(__CUDA_ARCH_FEAT_SM90_ALL)
+
+// Grid: lists of a band, shares of the keys of blocks of nwg query tiles, the last ones first, bands. Block: nwg warpgroups with 64 queries
+// each, then the producer. S of the next keys is on its way before O takes what the exponentials of these have given.
+template <int D, int nwg, int kn, int stages, bool hilo>
+static __global__ void __launch_bounds__((nwg + 1) * 128, 1) flash_attn_back_hopper_forward(const __grid_constant__ fattn_back_hopper_params p) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+    using L = fattn_back_hopper_smem_forward<D, nwg, kn, stages, hilo>;
+    extern __shared__ __align__(1024) char smem_ptr[];
+    const uint32_t smem = hopper_smem(smem_ptr);
+    const int list      = blockIdx.z * p.band_q + blockIdx.x;
+    const int unit      = list * p.heads_q / p.a.G;
+    if (unit >= p.units || !fattn_back_hopper_unknown(p, unit) || (hilo && !fattn_back_hopper_large(p, unit))) {
+        return;
+    }
+    fattn_back_hopper_init<L>(smem, 128 * nwg);
+    hopper_barrier_init_done();
+    __syncthreads();
+    const int split = blockIdx.y % p.nsplits;
+    const int end   = (list + 1) * p.heads_q * p.QT;
+    const int t0    = list * p.heads_q * p.QT + (gridDim.y - 1 - blockIdx.y) / p.nsplits * nwg;
+    const int group = __shfl_sync(0xFFFFFFFF, threadIdx.x / 128, 0); // uniform for the compiler, too
+    const int wg    = nwg > 1 ? group : 0;
+
+    if (group == nwg) {
+        if constexpr (nwg > 1) {
+            hopper_registers_dec<24>();
+        }
+        if (threadIdx.x / 32 == 4 * nwg) {
+            fattn_back_hopper_produce_queries<L, nwg, kn>(
+                p, smem_ptr, unit, t0, end, fattn_back_hopper_share(p, split, p.nsplits), fattn_back_hopper_share(p, split + 1, p.nsplits));
+        }
+        return;
+    }
+    if constexpr (nwg > 1) {
+        hopper_registers_inc<240>();
+    }
+    const float4 scale = p.scale[p.unit0 + unit];
+    const float sc     = fattn_back_hopper_unit(p, scale);
+    const uint32_t own = smem + wg * L::tile1;
+    const int tile     = min(t0 + wg, end - 1);
+    const int lhead    = tile / p.QT;
+    const int qt       = tile % p.QT;
+
+    float O[D / 2];
+#pragma unroll
+    for (float & x : O) {
+        x = 0.0f;
+    }
+    uint32_t E16[kn][16];
+    fattn_back_hopper_softmax rows;
+    fattn_back_hopper_ring<stages> ring;
+    hopper_barrier_wait(smem + L::own, 0);
+    fattn_back_hopper_turns<(nwg == 2)> turns(wg);
+
+    int t           = 0;
+    int states      = 0;
+    const auto next = [&]() { // whether there are keys in the ring; their first tile and states
+        hopper_barrier_wait(smem + L::full1 + 8 * ring.stage, ring.parity);
+        const int2 x = threadIdx.x % 32 == 0 ? *(const int2 *) (smem_ptr + L::meta + 8 * ring.stage) : make_int2(0, 0);
+        t            = __shfl_sync(0xFFFFFFFF, x.x, 0);
+        states       = __shfl_sync(0xFFFFFFFF, x.y, 0);
+        return states >= 0;
+    };
+    const auto scores = [&](float (&S)[kn][32]) {
+#pragma unroll
+        for (int j = 0; j < kn; ++j) {
+            fattn_back_hopper_product<D, hilo>(S[j], own, smem + L::ring1 + (ring.stage * kn + j) * L::tile1);
+        }
+    };
+    const auto mask = [&](float (&S)[kn][32]) {
+#pragma unroll
+        for (int j = 0; j < kn; ++j) {
+            if ((states >> 2 * (wg * kn + j) & 3) != FATTN_BACK_TILE_FULL) {
+                const float x = sc * fattn_back_hopper_mask<false>(S[j], p, lhead, qt, t + j, sc);
+                if (!hilo && x > FATTN_BACK_HOPPER_LARGE) {
+                    fattn_back_hopper_note(p, unit, x);
+                }
+            }
+        }
+    };
+    const auto accumulate = [&](const int stage, const uint32_t parity) {
+        hopper_barrier_wait(smem + L::full2 + 8 * stage, parity);
+#pragma unroll
+        for (int j = 0; j < kn; ++j) {
+            fattn_back_hopper_accumulate(O, E16[j], smem + L::ring2 + (stage * kn + j) * L::tile);
+        }
+    };
+
+    float alpha[2];
+    if constexpr (D == 256 && hilo) { // no registers for more than one thing at a time
+        while (next()) {
+            float S[kn][32];
+            scores(S);
+            hopper_wgmma_wait<0>();
+            hopper_pin(S[0]);
+            hopper_barrier_arrive(smem + L::empty1 + 8 * ring.stage);
+            mask(S);
+            if (rows.exponentials(S, sc, alpha)) {
+                fattn_back_hopper_scale(O, alpha);
+            }
+            rows.operand(E16, S);
+            accumulate(ring.stage, ring.parity);
+            hopper_wgmma_wait<0>();
+            hopper_pin(E16[0]);
+            hopper_pin(O);
+            hopper_barrier_arrive(smem + L::empty2 + 8 * ring.stage);
+            ring.next();
+        }
+    } else if (next()) {
+        {
+            float S[kn][32];
+            turns.take();
+            scores(S);
+            turns.pass();
+            hopper_wgmma_wait<0>();
+#pragma unroll
+            for (int j = 0; j < kn; ++j) {
+                hopper_pin(S[j]);
+            }
+            hopper_barrier_arrive(smem + L::empty1 + 8 * ring.stage);
+            mask(S);
+            rows.exponentials(S, sc, alpha);
+            rows.operand(E16, S);
+        }
+        int stage       = ring.stage;
+        uint32_t parity = ring.parity;
+        ring.next();
+        while (next()) {
+            float S[kn][32];
+            turns.take();
+            scores(S);
+            accumulate(stage, parity);
+            turns.pass();
+            hopper_wgmma_wait<kn>(); // S
+#pragma unroll
+            for (int j = 0; j < kn; ++j) {
+                hopper_pin(S[j]);
+            }
+            hopper_barrier_arrive(smem + L::empty1 + 8 * ring.stage);
+            mask(S);
+            const bool moved = rows.exponentials(S, sc, alpha);
+#pragma unroll
+            for (int j = 0; j < kn; ++j) {
+                hopper_pin(S[j]); // E is formed while O is on its way
+            }
+            hopper_wgmma_wait<0>();
+#pragma unroll
+            for (int j = 0; j < kn; ++j) {
+                hopper_pin(E16[j]);
+            }
+            hopper_barrier_arrive(smem + L::empty2 + 8 * stage);
+            if (moved) {
+                fattn_back_hopper_scale(O, alpha);
+            }
+            rows.operand(E16, S);
+            stage  = ring.stage;
+            parity = ring.parity;
+            ring.next();
+        }
+        accumulate(stage, parity);
+        hopper_wgmma_wait<0>();
+#pragma unroll
+        for (int j = 0; j < kn; ++j) {
+            hopper_pin(E16[j]);
+        }
+        hopper_pin(O);
+    }
+    turns.end();
+
+    if (t0 + wg >= end) {
+        return;
+    }
+    const bool whole = p.sums == nullptr; // the block has all keys of its rows
+    if (!hilo && whole) {
+        // of the other pairs of a row only those near its maximum have a P that matters
+        fattn_back_hopper_note(p, unit, fmaxf(rows.m[0] == -INFINITY ? 0.0f : fabsf(rows.m[0]), rows.m[1] == -INFINITY ? 0.0f : fabsf(rows.m[1])));
+    }
+    const float * mean = p.mean_v + (int64_t) (p.unit0 + unit) * FATTN_BACK_PREP_MAX_D;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        const int q      = qt * FATTN_BACK_HOPPER_ROWS + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4 + 8 * r;
+        const float4 x   = p.rows[(int64_t) lhead * p.QT * FATTN_BACK_HOPPER_ROWS + q];
+        const float sum  = fattn_back_hopper_quad_sum(rows.l[r]);
+        const float inv  = sum > 0.0f ? 1.0f / sum : 0.0f;
+        const float keys = sum > 0.0f ? rows.m[r] - FATTN_BACK_HOPPER_SHIFT_E + log2f(sum) : -INFINITY;
+        const bool first = threadIdx.x % 4 == 0;
+        const int col    = threadIdx.x % 4 * 2;
+        if (p.a.O == nullptr) {
+            const float D_i = inv * fattn_back_hopper_dot_do<D>(p, O, tile, r);
+            if (whole) {
+                fattn_back_hopper_finish(p, lhead, q, scale, x, keys, D_i, first);
+            } else if (first) {
+                fattn_back_hopper_sum(p, lhead, split, 2, q) = D_i;
+            }
+        } else if (q < p.a.N) {
+            float pkeys  = 1.0f;
+            float * dst  = whole ? p.a.O + ((int64_t) fattn_back_hopper_seq(p, lhead) * p.a.N + q) * p.a.H * D + fattn_back_hopper_head(p, lhead) * D
+                                 : fattn_back_hopper_plane<D>(p, lhead, p.nsplits, split, q);
+            float factor = inv;
+            if (whole) {
+                pkeys  = fattn_back_hopper_finish(p, lhead, q, scale, x, keys, 0.0f, false);
+                factor = pkeys * inv / scale.z;
+                if (first) {
+                    p.a.saved.lse[p.a.row(q, fattn_back_hopper_head(p, lhead), fattn_back_hopper_seq(p, lhead))] = keys;
+                }
+            }
+#pragma unroll
+            for (int j = 0; j < D / 8; ++j) {
+                float2 y = make_float2(O[4 * j + 2 * r + 0] * factor, O[4 * j + 2 * r + 1] * factor);
+                if (whole) {
+                    y.x = fmaf(pkeys, mean[8 * j + col + 0], y.x);
+                    y.y = fmaf(pkeys, mean[8 * j + col + 1], y.y);
+                }
+                *(float2 *) (dst + 8 * j + col) = y;
+            }
+        }
+        if (!whole && first) {
+            fattn_back_hopper_sum(p, lhead, split, 0, q) = rows.m[r];
+            fattn_back_hopper_sum(p, lhead, split, 1, q) = sum;
+        }
+    }
+#else
+    GGML_UNUSED_VARS(p);
+    NO_DEVICE_CODE;
+#endif // defined(__CUDA_ARCH_FEAT_SM90_ALL)
+}
+
+// Puts together what blocks of forward have formed of shares of the keys. Grid: blocks of rows of the query tiles, heads.
+template <int D, bool hilo>
+static __global__ void __launch_bounds__(FATTN_BACK_PREP_THREADS) flash_attn_back_hopper_combine(
+    const __grid_constant__ fattn_back_hopper_params p) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+    constexpr int n = D / 4; // threads of a row
+    const int lhead = blockIdx.y;
+    const int unit  = lhead / p.a.G;
+    const int q     = (blockIdx.x * FATTN_BACK_PREP_THREADS + threadIdx.x) / n;
+    const int col   = threadIdx.x % n * 4;
+    if (q >= p.QT * FATTN_BACK_HOPPER_ROWS || !fattn_back_hopper_unknown(p, unit) || (hilo && !fattn_back_hopper_large(p, unit))) {
+        return;
+    }
+    const float4 scale = p.scale[p.unit0 + unit];
+    const float4 x     = p.rows[(int64_t) lhead * p.QT * FATTN_BACK_HOPPER_ROWS + q];
+    float m            = -INFINITY;
+    for (int i = 0; i < p.nsplits; ++i) {
+        m = fmaxf(m, fattn_back_hopper_sum(p, lhead, i, 0, q));
+    }
+    const auto weight = [&](const int i) { // of the share's mean in the row's
+        return m == -INFINITY ? 0.0f : hopper_exp2(fattn_back_hopper_sum(p, lhead, i, 0, q) - m) * fattn_back_hopper_sum(p, lhead, i, 1, q);
+    };
+    float sum = 0.0f;
+    for (int i = 0; i < p.nsplits; ++i) {
+        sum += weight(i);
+    }
+    const float inv  = sum > 0.0f ? 1.0f / sum : 0.0f;
+    const float keys = sum > 0.0f ? m - FATTN_BACK_HOPPER_SHIFT_E + log2f(sum) : -INFINITY;
+    if (!hilo && col == 0 && m != -INFINITY) {
+        fattn_back_hopper_note(p, unit, fabsf(m));
+    }
+    if (p.a.O == nullptr) {
+        float D_i = 0.0f;
+        for (int i = 0; i < p.nsplits; ++i) {
+            D_i = fmaf(weight(i) * inv, fattn_back_hopper_sum(p, lhead, i, 2, q), D_i);
+        }
+        fattn_back_hopper_finish(p, lhead, q, scale, x, keys, D_i, col == 0);
+    } else if (q < p.a.N) {
+        float4 y = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        for (int i = 0; i < p.nsplits; ++i) {
+            const float f  = weight(i) * inv;
+            const float4 z = *(const float4 *) (fattn_back_hopper_plane<D>(p, lhead, p.nsplits, i, q) + col);
+            y              = make_float4(fmaf(f, z.x, y.x), fmaf(f, z.y, y.y), fmaf(f, z.z, y.z), fmaf(f, z.w, y.w));
+        }
+        const int h        = fattn_back_hopper_head(p, lhead);
+        const int s        = fattn_back_hopper_seq(p, lhead);
+        const float pkeys  = fattn_back_hopper_finish(p, lhead, q, scale, x, keys, 0.0f, false);
+        const float f      = pkeys / scale.z;
+        const float * mean = p.mean_v + (int64_t) (p.unit0 + unit) * FATTN_BACK_PREP_MAX_D + col;
+        if (col == 0) {
+            p.a.saved.lse[p.a.row(q, h, s)] = keys;
+        }
+        *(float4 *) (p.a.O + (((int64_t) s * p.a.N + q) * p.a.H + h) * D + col) =
+            make_float4(fmaf(pkeys, mean[0], f * y.x), fmaf(pkeys, mean[1], f * y.y), fmaf(pkeys, mean[2], f * y.z), fmaf(pkeys, mean[3], f * y.w));
+    }
+#else
+    GGML_UNUSED_VARS(p);
+    NO_DEVICE_CODE;
+#endif // defined(__CUDA_ARCH_FEAT_SM90_ALL)
+}
