@@ -41,7 +41,7 @@ class Node(NamedTuple):
 class Plan(NamedTuple):
     """Bytes of each path's workspace and of its smallest, below which hopper refuses a limit; 0: not for this node.
 
-    ranges: of keys whose dS hopper keeps, 0 if it keeps none; parts, parts_dq: of the keys, among blocks of queries.
+    ranges: of keys whose dS hopper keeps, 0 if it keeps none; splits, splits_dq: shares of the keys among blocks of queries.
     """
 
     mma: int
@@ -49,8 +49,8 @@ class Plan(NamedTuple):
     hopper: int
     hopper_least: int
     ranges: int
-    parts: int
-    parts_dq: int
+    splits: int
+    splits_dq: int
 
 
 TARGET = Node(256, 256, 2048, 75520, 24, 4, kv_count=75520)
@@ -146,22 +146,22 @@ def test_repeated_shapes_keep_ds_of_several_ranges_of_keys_and_share_keys(
 ) -> None:
     cases = [Case.parse(text) for text in stress.REPEATED]
     nodes = [Node(c.hsk, c.hsv, c.nb, c.kv, c.nh, c.nhkv, c.ns, sinks=c.sinks, kv_count=c.kv) for c in cases]
-    ranges, parts, parts_dq = zip(*(plan[-3:] for plan in plans(nodes)), strict=True)
+    ranges, splits, splits_dq = zip(*(plan[-3:] for plan in plans(nodes)), strict=True)
     assert ranges == (0, 0, 0, 5, 0, 0)
-    assert parts == (1, 4, 1, 5, 8, 0)
-    assert parts_dq == (1, 1, 1, 8, 1, 0)
+    assert splits == (1, 4, 1, 5, 8, 0)
+    assert splits_dq == (1, 4, 1, 8, 8, 0)
 
 
-def test_no_part_of_the_keys_is_short_and_few_queries_fill_the_device(
+def test_no_share_of_the_keys_is_short_and_few_queries_fill_the_device(
     plans: Callable[[Iterable[Node]], list[Plan]],
 ) -> None:
     queries = [64, 128, 256, 512, 1024, 2048]
     got = plans(TARGET._replace(n=n) for n in queries)
     for n, plan in zip(queries, got, strict=True):
         blocks = TARGET.h * -(-n // 128)
-        assert plan.parts * 8 <= TARGET.m / 64
-        assert blocks * plan.parts >= 0.85 * TARGET.multiprocessors, n
-    assert got[-1][-3:] == (18, 1, 1)  # enough of them
+        assert plan.splits * 8 <= TARGET.m / 64
+        assert blocks * plan.splits >= 0.85 * TARGET.multiprocessors, n
+    assert got[-1][-3:] == (9, 2, 2)  # of the two units of a pass
 
 
 def test_only_a_long_cache_of_one_head_takes_more(plans: Callable[[Iterable[Node]], list[Plan]]) -> None:

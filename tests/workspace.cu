@@ -1,7 +1,7 @@
 // Reads nodes, one a line, and prints the workspace that the tensor-core paths plan for each; no device is asked.
 // in: Dk Dv N M H Hkv S mask softcap sinks grads kv_first kv_count precise arch multiprocessors limit
 // out: bytes of mma's workspace and of its smallest, then of hopper's (0 0: not its head size), the ranges of keys whose dS it keeps, and
-// the parts of the keys for LSE and D, and for dQ
+// the shares of the keys for LSE and D, and for dQ
 #include "ggml-cuda/common.cuh"
 #include "ggml-cuda/fattn-back-hopper-run.cuh"
 #include "ggml-cuda/fattn-back-mma-host.cuh"
@@ -40,8 +40,8 @@ int main() {
         a.dV              = grads & 4 ? &some : nullptr;
         const auto mma    = [&](const size_t n) { return fattn_back_mma_make_plan(a, precise, arch, nsm, n).nbytes; };
         const bool hopper = a.Dk == a.Dv && (a.Dk == 64 || a.Dk == 128 || a.Dk == 256);
-        const auto plan   = hopper ? fattn_back_hopper_make_plan(a, precise, limit, nsm) : fattn_back_hopper_plan{};
+        const auto plan   = hopper ? fattn_back_hopper_make_plan(a, limit, nsm) : fattn_back_hopper_plan{};
         const int ranges  = plan.kts_ds > 0 ? (plan.p.KT + plan.kts_ds - 1) / plan.kts_ds : 0;
-        printf("%zu %zu %zu %zu %d %d %d\n", mma(limit), mma(0), plan.size, hopper ? fattn_back_hopper_least(a) : 0, ranges, plan.parts[0], plan.parts_dq[0]);
+        printf("%zu %zu %zu %zu %d %d %d\n", mma(limit), mma(0), plan.size, hopper ? fattn_back_hopper_least(a) : 0, ranges, plan.nsplits[0], plan.nsplits_dq[0]);
     }
 }
