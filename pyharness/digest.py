@@ -9,15 +9,18 @@ ROOT = Path(__file__).resolve().parent.parent
 _FOLDERS = ("include", "src", "tests")
 
 
+def is_source(path: str) -> bool:
+    """Whether a path below ggml/ is that of a source file: in one of the folders, neither hidden nor a backup."""
+    folder, _, name = path.partition("/")
+    name = name.rpartition("/")[2]
+    return folder in _FOLDERS and name[:1] not in ("", ".") and name[-1] != "~"
+
+
 def sources(root: Path = ROOT) -> list[str]:
     """Paths of the operator's source files relative to `root`/ggml, sorted bytewise, with / between folders."""
     ggml = root / "ggml"
-    found = (path for folder in _FOLDERS for path in (ggml / folder).rglob("*"))
-    return sorted(
-        p.relative_to(ggml).as_posix()
-        for p in found
-        if p.is_file() and not p.name.startswith(".") and p.name[-1] != "~"
-    )
+    found = (path for folder in _FOLDERS for path in (ggml / folder).rglob("*") if path.is_file())
+    return sorted(path for p in found if is_source(path := p.relative_to(ggml).as_posix()))
 
 
 def files(root: Path = ROOT) -> dict[str, str]:
