@@ -50,5 +50,19 @@ class Stale(Failure):
     exit_code = 6
 
 
+def exit_code(error: BaseException) -> int:
+    """The exit code of a run that ends with this error."""
+    if isinstance(error, Failure):
+        return error.exit_code
+    return INTERRUPTED if isinstance(error, KeyboardInterrupt) else Environment.exit_code
+
+
+def reason(error: BaseException | None) -> str:
+    """Why a run ended with this error, in a line; nothing without one."""
+    if error is None:
+        return ""
+    return "interrupted" if isinstance(error, KeyboardInterrupt) else str(error) or "out of memory"
+
+
 INTERRUPTED = 130
 LOST = "the device was lost"

@@ -58,12 +58,17 @@ def output(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def listed(args: argparse.Namespace) -> list[cases.Case]:
+    """The cases that the filters select from. Raises errors.Usage."""
+    return cases.random_cases(args.random, args.seed) if args.random else cases.load(args.case_file)
+
+
 def select(args: argparse.Namespace) -> list[cases.Case]:
     """The selected cases; a capture that -o names can be read. Raises errors.Usage or errors.Empty."""
-    listed = cases.random_cases(args.random, args.seed) if args.random else cases.load(args.case_file)
-    selected = cases.select(listed, args.op, args.params)
+    known = listed(args)
+    selected = cases.select(known, args.op, args.params)
     for case in selected:
-        if case.capture and case not in listed:
+        if case.capture and case not in known:
             capture_file.load(case)
     return selected
 

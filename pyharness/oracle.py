@@ -17,7 +17,7 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -294,8 +294,10 @@ def run(args: argparse.Namespace) -> int:
     return execute(args, options.select(args))
 
 
-def execute(args: argparse.Namespace, selected: list[Case]) -> int:
-    """Check cases on the devices that the options name, report, write the receipt; returns the exit code."""
+def execute(args: argparse.Namespace, selected: list[Case], checks: Sequence[dict[str, Any]] = ()) -> int:
+    """Check cases on the devices that the options name, report, write the receipt; returns the exit code.
+
+    `checks` were made before, as the receipt records them: one that did not pass makes it 1."""
     from . import monitor, receipt
 
     with monitor.from_args(args) as watch:  # before the first allocation: to list CUDA devices makes a context
@@ -307,17 +309,17 @@ def execute(args: argparse.Namespace, selected: list[Case]) -> int:
         work = [(device, case) for device in devices for case in selected]
         results: list[CaseResult] = []
         started = time.time()
-        stopped = 0
+        stopped, reason = 0, ""
         stuck = False
 
-        def save(seen: dict[str, Any] | None) -> None:
+        def save(seen: dict[str, Any] | None, code: int, reason: str = "") -> None:
             if not args.no_receipt:
                 partial = len(results) < len(work)
                 files = [args.case_file] if "case_file" in args else []
                 finished = time.time()
                 path = receipt.write(
                     args.receipts,
-                    "oracle",
+                    args.verb,
                     library,
                     results,
                     args.seed,
@@ -325,6 +327,10 @@ def execute(args: argparse.Namespace, selected: list[Case]) -> int:
                     started,
                     finished,
                     files,
+                    exit_code=code,
+                    reason=reason,
+                    selection=receipt.selection(args, selected, devices),
+                    checks=checks,
                     monitor=seen,
                 )
                 print(f"receipt {path}", file=sys.stderr)
@@ -337,7 +343,7 @@ def execute(args: argparse.Namespace, selected: list[Case]) -> int:
                 results.append(CaseResult(case, device.name, case.seed(args.seed), "failed", why))
                 reporter.case(results[-1])
                 reporter.finish(results, len(work))
-                save(None)
+                save(None, 1)
                 reporter.flush()
                 os._exit(1)
 
@@ -360,7 +366,7 @@ def execute(args: argparse.Namespace, selected: list[Case]) -> int:
                 except errors.Lost as error:
                     reporter.flush()
                     print(f"pyharness oracle: {error}", file=sys.stderr)
-                    stopped = errors.Lost.exit_code
+                    stopped, reason = errors.Lost.exit_code, str(error)
                     break
                 except (errors.Environment, errors.Usage, MemoryError) as error:
                     why = str(error) or "out of memory"
@@ -373,8 +379,10 @@ def execute(args: argparse.Namespace, selected: list[Case]) -> int:
                     break
             library.on_abort = otherwise
             reporter.finish(results, len(work))
-    save(watch.report())
-    code = stopped or exit_code(results, args.strict)
+    code = stopped or exit_code(results, args.strict) or int(not all(check["passed"] for check in checks))
+    if not reason and code == 1 and args.strict:
+        reason = "--strict: not every case ran"
+    save(watch.report(), code, reason)
     if stuck:  # the thread of the case is still in ggml or BLAS
         reporter.flush()
         os._exit(code)

@@ -449,7 +449,7 @@ def run(args: argparse.Namespace) -> int:
     }
     watch = monitor.from_args(args)
 
-    def finish(partial: bool) -> None:
+    def finish(partial: bool, code: int, reason: str = "") -> None:
         found["throttled"] = watch.throttled if watch.baseline is not None else None
         if base is not None:
             found["base"] = against_base(measurements, base, throttled=bool(found["throttled"]))
@@ -466,6 +466,9 @@ def run(args: argparse.Namespace) -> int:
                 started,
                 time.time(),
                 files,
+                exit_code=code,
+                reason=reason,
+                selection=receipt.selection(args, selected, devices),
                 monitor=seen,
                 perf=found,
             )
@@ -473,7 +476,7 @@ def run(args: argparse.Namespace) -> int:
 
     def aborted(message: str) -> None:
         print(f"ggml aborted: {message.strip()}", file=sys.stderr)
-        finish(partial=True)
+        finish(True, 1, f"ggml aborted: {message.strip()}")
         sys.stdout.flush()
         os._exit(1)
 
@@ -481,8 +484,9 @@ def run(args: argparse.Namespace) -> int:
         library = options.library(args)
         receipt.check_source(library)
         otherwise, library.on_abort = library.on_abort, aborted
+        devices = options.devices(args, library)
         try:
-            for device in options.devices(args, library):
+            for device in devices:
                 limits = _given_ceilings(args) or ceilings(library, device, args.threads)
                 found["ceilings"][device.name] = limits
                 print(f"{device.name} {device.description}: {_ceiling_text(limits)}", file=sys.stderr)
@@ -508,15 +512,16 @@ def run(args: argparse.Namespace) -> int:
         except (KeyboardInterrupt, MemoryError, errors.Failure) as error:
             stopped = error
         library.on_abort = otherwise
-    if measurements or stopped is None or isinstance(stopped, KeyboardInterrupt):
-        finish(partial=stopped is not None)
-    if isinstance(stopped, KeyboardInterrupt):
-        return errors.INTERRUPTED
-    if stopped is not None:
-        raise stopped
     limit = cases.limits()["nmse"]
     states = {statement.measured_status(r, limit) for r in measurements if r["who"] == OPERATOR}
-    return 1 if "failed" in states else 0 if "ok" in states else errors.Environment.exit_code
+    code = 1 if "failed" in states else 0 if "ok" in states else errors.Environment.exit_code
+    if stopped is not None:
+        code = errors.exit_code(stopped)
+    if measurements or stopped is None or isinstance(stopped, KeyboardInterrupt):
+        finish(stopped is not None, code, errors.reason(stopped))
+    if stopped is not None and not isinstance(stopped, KeyboardInterrupt):
+        raise stopped
+    return code
 
 
 def _given_ceilings(args: argparse.Namespace) -> dict[str, Any] | None:

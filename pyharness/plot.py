@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from . import build, cases, errors, perf
+from . import build, cases, commits, errors, perf
 from .statement import Document, worst_nmse
 
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#F0E442", "#000000")  # Okabe and Ito
@@ -63,8 +63,7 @@ def without(case: str, key: str) -> str:
 
 def _title(body: dict[str, Any], device: str) -> str:
     name = next(d["description"] for d in body["devices"] if d["name"] == device)
-    commit = body["revision"]["commit"][:12] if body["revision"] else "no commit"
-    return f"{name}, {commit}, receipt {body['id'][:12]}"
+    return f"{name}, {commits.named(body)}, receipt {body['id'][:12]}"
 
 
 def _save(figure: Any, path: Path, head: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[Path]:
@@ -152,6 +151,6 @@ def _errors(body: dict[str, Any], directory: Path) -> list[Path]:
     labels = [f"{who} {part}" for who, part in columns]
     axes.set_xticks(range(len(columns)), labels, fontsize=7, rotation=30, ha="right")
     axes.set(yscale="log", ylabel=f"NMSE against float64 (0 drawn at {least:g})")
-    axes.set_title(f"{body['mode']}, receipt {body['id'][:12]}", fontsize=10)
+    axes.set_title(f"{body['mode']}, {commits.named(body)}, receipt {body['id'][:12]}", fontsize=10)
     axes.grid(alpha=0.3, axis="y")
     return _save(figure, directory / f"{body['id'][:12]}-errors", ("who", "part", "case", "nmse"), rows)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import re
 import statistics
@@ -12,12 +13,13 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from . import digest, errors, options, signing, statement, verify
+from . import commits, digest, errors, options, signing, statement, verify
 from .digest import ROOT
 from .statement import Document
 
 if TYPE_CHECKING:
-    from .ggml import Library
+    from .cases import Case
+    from .ggml import Device, Library
     from .oracle import CaseResult
 
 DIRECTORY = ROOT / "receipts"
@@ -28,7 +30,9 @@ INDEX = "README.md"
 
 
 def check_source(library: Library, root: Path = ROOT) -> None:
-    """That every loaded library was built from the tree's sources; errors.Environment names the files that differ."""
+    """That every loaded library was built from the tree's sources, and that a carried commit is proved;
+    errors.Environment names the files that differ."""
+    commits.read(root)
     want = digest.files(root)
     tree = digest.patch_digest(root)
     for item in statement.libraries(library, root):
@@ -63,11 +67,15 @@ def write(
     finished: float,
     case_files: Sequence[Path],
     *,
+    exit_code: int,
+    reason: str = "",
+    selection: dict[str, Any] | None = None,
+    checks: Sequence[dict[str, Any]] = (),
     monitor: dict[str, Any] | None = None,
     perf: dict[str, Any] | None = None,
     train: dict[str, Any] | None = None,
 ) -> Path:
-    """Write the receipt of a run below `directory` and return its path; `started`, `finished` are time.time()."""
+    """Write the receipt of a run below `directory` and return its path; see statement.build."""
     document = statement.build(
         mode,
         library,
@@ -77,11 +85,35 @@ def write(
         started=started,
         finished=finished,
         case_files=case_files,
+        exit_code=exit_code,
+        reason=reason,
+        selection=selection,
+        checks=checks,
         perf=perf,
         monitor=monitor,
         train=train,
     )
     return statement.save(directory, document)
+
+
+def selection(
+    args: argparse.Namespace, selected: Sequence[Case], devices: Iterable[Device], root: Path = ROOT
+) -> dict[str, Any]:
+    """What a run with these options was to try; without the options of a case list, just the selected cases."""
+    names = [device.name for device in devices]
+    if "case_file" not in args:
+        return statement.selection(selected, selected, names)
+    file = args.case_file.resolve()
+    inside = file.is_relative_to(root.resolve())
+    return statement.selection(
+        options.listed(args),
+        selected,
+        names,
+        file=file.relative_to(root.resolve()).as_posix() if inside else file.name,
+        op=args.op,
+        params=args.params,
+        random=args.random,
+    )
 
 
 # ---- the verb ----
@@ -92,7 +124,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     verbs = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
 
     show = verbs.add_parser("show", help="what receipts say")
-    show.add_argument("receipts", nargs="+", type=Path, metavar="RECEIPT")
+    show.add_argument("receipts", nargs="+", type=Path, metavar="RECEIPT", help="file or id")
     form = show.add_mutually_exclusive_group()
     form.add_argument("--md", action="store_true", help="the reviewer's two tables: correctness by part, performance")
     form.add_argument("--json", action="store_true", help="the documents")
@@ -101,7 +133,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     check = verbs.add_parser(
         "verify", help="schema, id, signature, sums, files, libraries; exit 0, 4 invalid, 6 stale, 1 not reproduced"
     )
-    check.add_argument("receipts", nargs="+", type=Path, metavar="RECEIPT")
+    check.add_argument("receipts", nargs="+", type=Path, metavar="RECEIPT", help="file or id")
     check.add_argument("--key", type=Path, metavar="PEM", help="demand a signature by this ed25519 public key")
     check.add_argument("--check-libs", type=Path, metavar="DIR", help="demand that DIR holds the libraries that ran")
     check.add_argument("--sources-only", action="store_true", help="do not compare libraries")
@@ -112,13 +144,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     diff = verbs.add_parser(
         "diff", help="what differs between two receipts: limits, cases, files, results; exit 1 when something does"
     )
-    diff.add_argument("old", type=Path)
-    diff.add_argument("new", type=Path)
+    diff.add_argument("old", type=Path, help="file or id")
+    diff.add_argument("new", type=Path, help="file or id")
 
     sign = verbs.add_parser("sign", help="sign a receipt with an ed25519 key (DSSE)")
-    sign.add_argument("receipts", nargs="+", type=Path, metavar="RECEIPT")
+    sign.add_argument("receipts", nargs="+", type=Path, metavar="RECEIPT", help="file or id")
     sign.add_argument(
         "--key", type=Path, required=True, metavar="PEM", help="private key: openssl genpkey -algorithm ed25519"
+    )
+
+    verbs.add_parser(
+        "commit", help=f"write {commits.CARRIED}, from which a copy of this checkout without its git proves its commit"
     )
 
     index = verbs.add_parser("index", help=f"write {DIRECTORY.name}/{INDEX}")
@@ -132,8 +168,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Dispatch on the action."""
     if "receipts" in args:
-        args.receipts = _without_signatures(args.receipts)
-    return {"show": _show, "verify": _verify, "diff": _diff, "sign": _sign, "index": _index}[args.action](args)
+        args.receipts = _without_signatures([find(name) for name in args.receipts])
+    verbs = {"show": _show, "verify": _verify, "diff": _diff, "sign": _sign, "index": _index, "commit": _commit}
+    return verbs[args.action](args)
+
+
+def find(name: Path) -> Path:
+    """A receipt by its file or by the first digits, six or more, of its id in DIRECTORY; errors.Usage for several."""
+    if name.exists() or not re.fullmatch("[0-9a-f]{6,64}", str(name)):
+        return name
+    found = sorted(DIRECTORY.glob(f"*-{str(name)[:12]}*.json"))
+    found = [path for path in found if not path.name.endswith(signing.SUFFIX)]
+    if len(found) > 1:
+        raise errors.Usage(f"{name}: {' and '.join(path.name for path in found)}", "give more digits")
+    return found[0] if found else name
 
 
 def _without_signatures(paths: Sequence[Path]) -> list[Path]:
@@ -178,10 +226,16 @@ def _verify(args: argparse.Namespace) -> int:
         if not args.json:
             for finding in found:
                 print(f"{'note' if finding.code == 0 else _verdict(finding.code):8} {finding.step}: {finding.text}")
-            print(f"{_verdict(code)}  {path.name}")
+            print(f"{_verdict(code)}  {path.name}{_outcome(path, code)}")
     if args.json:
         print(json.dumps(report, indent=1))
     return next((code for code in codes if code), 0)
+
+
+def _outcome(path: Path, code: int) -> str:
+    """What a receipt that holds says of a run that did not pass."""
+    failed = code in (verify.OK, verify.STALE) and statement.parse(path)["predicate"]["result"] == "FAILED"
+    return " (of a run that FAILED)" if failed else ""
 
 
 def _verdict(code: int) -> str:
@@ -189,7 +243,7 @@ def _verdict(code: int) -> str:
 
 
 def _diff(args: argparse.Namespace) -> int:
-    lines = list(differences(statement.read(args.old), statement.read(args.new)))
+    lines = list(differences(*(statement.read(find(name)) for name in (args.old, args.new))))
     print("\n".join(lines) or "no difference in files, limits, cases, results, libraries or environment")
     return 1 if lines else 0
 
@@ -202,7 +256,9 @@ def _sign(args: argparse.Namespace) -> int:
 
 
 def _index(args: argparse.Namespace) -> int:
-    wanted = {ROOT / "receipts" / INDEX: index()} | {page: tables(page.read_text(encoding="utf-8")) for page in pages()}
+    shelf = Shelf()
+    wanted = {ROOT / "receipts" / INDEX: index(shelf)}
+    wanted |= {page: tables(page.read_text(encoding="utf-8"), shelf) for page in pages()}
     changed = {
         path: text for path, text in wanted.items() if not path.is_file() or path.read_text(encoding="utf-8") != text
     }
@@ -213,9 +269,18 @@ def _index(args: argparse.Namespace) -> int:
             print(path.relative_to(ROOT))
         return 0
     problems = [f"{path.relative_to(ROOT)} is not current: python -m pyharness receipt index" for path in changed]
-    problems += quoted_problems()
+    problems += quoted_problems(shelf)
     if problems:
         raise errors.Stale("; ".join(problems))
+    return 0
+
+
+def _commit(_: argparse.Namespace) -> int:
+    print(commits.carry(ROOT).relative_to(ROOT))
+    found = commits.revision(ROOT, [f["path"] for f in statement.inputs("oracle")])
+    if found and found["dirty"]:
+        many = len(found["dirty"]["paths"])
+        print(f"note     DIRTY: {many} paths differ from commit {found['commit'][:12]}; commit first", file=sys.stderr)
     return 0
 
 
@@ -225,7 +290,7 @@ def _index(args: argparse.Namespace) -> int:
 def summary(document: Document) -> str:
     """A receipt in a few lines."""
     body = document["predicate"]["receipt"]
-    counts, revision = body["counts"], body["revision"]
+    counts = body["counts"]
     count_text = ", ".join(f"{counts[state]} {state}" for state in ("ok", "failed", "unsupported", "skipped"))
     lines = [
         f"receipt   {body['id']}",
@@ -233,7 +298,7 @@ def summary(document: Document) -> str:
         f"command   pyharness {' '.join(body['argv'])}",
         f"result    {document['predicate']['result']}: {count_text} of {counts['listed']} listed",
         f"patch     {body['patch']}",
-        f"commit    {revision['commit'] + (', DIRTY' if revision['dirty'] else '') if revision else 'not in git'}",
+        f"commit    {commits.named(body).removeprefix('commit ')}",
         f"upstream  ggml {body['upstream']['ggml']}"
         + (
             f" ({body['upstream']['pin']['name']} {body['upstream']['pin']['version']})"
@@ -287,10 +352,6 @@ def markdown(documents: Sequence[Document]) -> str:
             body["libraries"],
             key=lambda item: (item["source"] is not None, "cuda" in item["name"], "cpu" in item["name"]),
         )
-        revision = body["revision"]
-        where = (
-            f"commit {revision['commit'][:12]}{' (dirty)' if revision['dirty'] else ''}" if revision else "no commit"
-        )
         state = (
             ""
             if body["monitor"]["device"] is None
@@ -301,7 +362,7 @@ def markdown(documents: Sequence[Document]) -> str:
         result = document["predicate"]["result"] + (", partial" if body["partial"] else "")
         sections.append(
             f"receipt `{body['id'][:12]}` ({body['mode']}, {result}); "
-            f"patch `{body['patch'][:12]}`, {where}; {main['name']} `{main['sha256'][:12]}`{state}"
+            f"patch `{body['patch'][:12]}`, {commits.named(body)}; {main['name']} `{main['sha256'][:12]}`{state}"
         )
     return "\n\n".join(sections)
 
@@ -481,12 +542,8 @@ def differences(old: Document, new: Document) -> Iterable[str]:
             yield f"case     {name}: {'gone' if name in then else 'new'}"
         elif then[name]["status"] != now[name]["status"]:
             yield f"result   {name}: {then[name]['status']} -> {now[name]['status']} {now[name]['reason']}".rstrip()
-        elif then[name]["digest"] != now[name]["digest"] or then[name]["parts"] != now[name]["parts"]:
-            parts = [p for p in then[name]["parts"] if then[name]["parts"][p] != now[name]["parts"].get(p)]
-            moved = ", ".join(
-                f"{p} {then[name]['parts'][p]['nmse']} -> {now[name]['parts'].get(p, {}).get('nmse')}" for p in parts
-            )
-            yield f"result   {name}: other bits{', NMSE ' + moved if moved else ''}"
+        else:
+            yield from _moved(name, then[name], now[name])
     if "train" in a and "train" in b:
         then, now = _trained(a["train"]), _trained(b["train"])
         for name in sorted(then.keys() | now.keys()):
@@ -499,6 +556,20 @@ def differences(old: Document, new: Document) -> Iterable[str]:
             if found["verdict"] != "undecided":
                 what = f"{found['case']} on {found['device']}, {found['who']}, {found['l2']} L2"
                 yield f"time     {what}: {found['verdict']} ({float(found['ratio']):.3f}x)"
+
+
+def _moved(name: str, then: dict[str, Any], now: dict[str, Any]) -> Iterable[str]:
+    """How the results of a case that ended the same way differ: bits by their digests, errors as numbers."""
+    digests = then["digests"], now["digests"]
+    bits = [part for part in {**digests[0], **digests[1]} if digests[0].get(part) != digests[1].get(part)]
+    errors_ = [
+        f"{part} {record['nmse']} -> {now['parts'][part]['nmse']}"
+        for part, record in then["parts"].items()
+        if part in now["parts"] and not verify.same_error(record, now["parts"][part])
+    ]
+    what = [f"other bits in {', '.join(bits)}"] * bool(bits) + [f"NMSE {', '.join(errors_)}"] * bool(errors_)
+    if what:
+        yield f"result   {name}: {'; '.join(what)}"
 
 
 def _trained(train: dict[str, Any]) -> dict[str, Any]:
@@ -541,41 +612,71 @@ def listed(root: Path = ROOT) -> list[Path]:
     return [path for path in found if not path.name.endswith(signing.SUFFIX)]
 
 
-def freshness(path: Path, root: Path = ROOT) -> str:
-    """ "fresh", "stale" or "invalid" by sources alone."""
-    code = verify.exit_code(verify.check(path, sources_only=True, root=root))
-    return {0: "fresh", verify.STALE: "stale"}.get(code, "invalid")
+@dataclasses.dataclass(frozen=True)
+class Kept:
+    """A receipt of the repository, read and verified by sources alone."""
+
+    path: Path
+    document: Document
+    origin: commits.Origin
+    state: str
+    """ "fresh", "stale" or "invalid"."""
 
 
-def index(root: Path = ROOT) -> str:
+class Shelf:
+    """The receipts of a tree by the first 12 digits of their ids, each read and verified once."""
+
+    def __init__(self, root: Path = ROOT) -> None:
+        self.root = root
+        self.kept: dict[str, Kept] = {}
+        with commits.History(root) as history:
+            self.has_history = bool(history)
+            for path in listed(root):
+                document = statement.read(path)
+                code = verify.exit_code(verify.examine(document, path, history, sources_only=True, root=root))
+                origin = commits.origin(document["predicate"]["receipt"], history)
+                state = {0: "fresh", verify.STALE: "stale"}.get(code, "invalid")
+                self.kept[path.stem.rpartition("-")[2]] = Kept(path, document, origin, state)
+
+    def quoting(self, id12: str) -> list[Path]:
+        """The pages that quote a receipt."""
+        return [page for page in pages(self.root) if id12 in quoted(page.read_text(encoding="utf-8"))]
+
+
+def index(shelf: Shelf) -> str:
     """The text of receipts/README.md."""
+    told = {} if shelf.has_history else _told(shelf.root)
     rows = []
-    for path in listed(root):
-        document = statement.read(path)
-        body = document["predicate"]["receipt"]
-        used = {r["device"] for r in [*body["cases"], *(body["perf"] or {"measurements": []})["measurements"]]}
+    for id12, kept in shelf.kept.items():
+        body = kept.document["predicate"]["receipt"]
+        used = {record["device"] for record in statement.tried(body)}
         if "train" in body:
             used.add({"cpu": "CPU", "cuda": "CUDA0"}[body["train"]["device"]])
         devices = "; ".join(f"{d['name']} {d['description']}" for d in body["devices"] if d["name"] in used)
-        result = document["predicate"]["result"] + (", partial" if body["partial"] else "")
-        rows.append(
-            (
-                body["finished"],
-                _what(body),
-                devices,
-                result,
-                f"[`{body['id'][:12]}`]({path.name})",
-                freshness(path, root),
-            )
-        )
-    table = _table(("when", "what", "device", "result", "id", "state"), sorted(rows, reverse=True))
+        result = kept.document["predicate"]["result"] + (", partial" if body["partial"] else "")
+        link = f"[`{id12}`]({kept.path.name})"
+        names = [page.relative_to(shelf.root).as_posix() for page in shelf.quoting(id12)]
+        links = ", ".join(f"[{name}](../{name})" for name in names)
+        commit = told.get(id12) or str(kept.origin).removeprefix("commit ")
+        rows.append((body["finished"], _what(body), devices, result, link, commit, kept.state, links))
+    signed = sum(signing.envelope_path(kept.path).exists() for kept in shelf.kept.values())
+    head = ("when", "what", "device", "result", "id", "commit", "state", "quoted in")
+    table = _table(head, sorted(rows, reverse=True))
     return (
         "# Receipts\n\n"
         "Written by runs, listed by `python -m pyharness receipt index`. Fresh: every file that the receipt stands on\n"
-        "lies in this tree with the same content. `python -m pyharness receipt verify FILE` checks one.\n\n"
+        "lies in this tree with the same content. The commit has all these files; DIRTY: none is known to.\n"
+        f"{signed} of {len(rows)} are signed. `python -m pyharness receipt verify ID` checks one.\n\n"
         + (table if rows else "None yet.")
         + "\n"
     )
+
+
+def _told(root: Path) -> dict[str, str]:
+    """The commit of each receipt as the index has it: without the history nobody can tell it again."""
+    page = root / "receipts" / INDEX
+    text = page.read_text(encoding="utf-8") if page.is_file() else ""
+    return {row[1]: row[2] for row in re.finditer(r"\[`([0-9a-f]{12})`\]\([^)]*\) \| ([^|]+) \|", text)}
 
 
 def _what(body: Document) -> str:
@@ -590,9 +691,12 @@ def _what(body: Document) -> str:
     paths = ", ".join(sorted({r["path"] for r in records if r["path"]}))
     repeats = max((r["repeats"] for r in records), default=1)
     worst = max((statement.worst_nmse(p) for r in records for p in r["parts"].values()), default=float("nan"))
+    ran = [record for record in body["cases"] if record["status"] in ("ok", "failed")]
+    checks = body.get("checks", ())
     return (
-        f"{body['mode']}: {counts['ok']} of {ran} cases ok"
+        f"{body['mode']}: {sum(record['status'] == 'ok' for record in ran)} of {len(ran)} cases ok"
         + (f" on {paths}" if paths else "")
+        + (f", {sum(check['passed'] for check in checks)} of {len(checks)} checks" if checks else "")
         + (f", {repeats} runs each" if repeats > 1 else "")
         + (f", {counts['unsupported']} refused" if counts["unsupported"] else "")
         + f", worst NMSE {worst:.2g}"
@@ -604,37 +708,33 @@ def pages(root: Path = ROOT) -> list[Path]:
     return [page for page in [root / "README.md", *sorted((root / "docs").glob("*.md"))] if page.is_file()]
 
 
-def _known(root: Path) -> dict[str, Path]:
-    return {path.stem.rsplit("-", 1)[1]: path for path in listed(root)}
-
-
 _TABLE = re.compile(r"(<!-- receipt ([0-9a-f]{12}) -->\n).*?(<!-- /receipt -->\n)", re.DOTALL)
 
 
-def tables(text: str, root: Path = ROOT) -> str:
+def tables(text: str, shelf: Shelf) -> str:
     """A page with every block `<!-- receipt ID -->` ... `<!-- /receipt -->` filled from that receipt."""
-    known = _known(root)
 
     def fill(block: re.Match[str]) -> str:
-        if block[2] not in known:
+        if block[2] not in shelf.kept:
             return block[0]
-        document = statement.read(known[block[2]])
-        perf = document["predicate"]["receipt"]["perf"]
-        link = f"\n\nFrom receipt [`{block[2]}`](/receipts/{known[block[2]].name}).\n"
-        return block[1] + (peers_table(perf) if perf else correctness_table([document])) + link + block[3]
+        kept = shelf.kept[block[2]]
+        perf = kept.document["predicate"]["receipt"]["perf"]
+        link = f"\n\nFrom receipt [`{block[2]}`](/receipts/{kept.path.name}).\n"
+        return block[1] + (peers_table(perf) if perf else correctness_table([kept.document])) + link + block[3]
 
     return _TABLE.sub(fill, text)
 
 
-def quoted_problems(root: Path = ROOT) -> Iterable[str]:
-    """Receipts that README.md and docs/*.md quote, by path or as "receipt `<id>`", and that are not fresh."""
-    known = _known(root)
-    for page in pages(root):
-        text = page.read_text(encoding="utf-8")
-        for id12 in sorted(
-            set(re.findall(r"receipts/[\w.-]+-([0-9a-f]{12})\.json|receipt [`]?([0-9a-f]{12})\b", text))
-        ):
-            name = id12[0] or id12[1]
-            state = freshness(known[name], root) if name in known else "missing"
+def quoted(text: str) -> list[str]:
+    """The receipts that a page quotes, by path or as "receipt `<id>`": the first 12 digits of their ids."""
+    found = re.findall(r"receipts/[\w.-]+-([0-9a-f]{12})\.json|receipt `?([0-9a-f]{12})\b", text)
+    return sorted({by_path or by_id for by_path, by_id in found})
+
+
+def quoted_problems(shelf: Shelf) -> Iterable[str]:
+    """Receipts that README.md and docs/*.md quote and that are not fresh."""
+    for page in pages(shelf.root):
+        for name in quoted(page.read_text(encoding="utf-8")):
+            state = shelf.kept[name].state if name in shelf.kept else "missing"
             if state != "fresh":
-                yield f"{page.relative_to(root)} quotes receipt {name}, which is {state}"
+                yield f"{page.relative_to(shelf.root)} quotes receipt {name}, which is {state}"

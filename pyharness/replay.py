@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from . import capture_file, cases, errors, oracle, reference
+from . import capture_file, cases, errors, oracle, reference, statement
 from .capture_file import Capture
 from .cases import Case
 
@@ -36,8 +36,8 @@ def run(args: argparse.Namespace) -> int:
         raise errors.Empty(f"no capture in {capture_file.DATA}", "name a file")
     captures = {name: capture_file.read(capture_file.path(name)) for name in names}
     selected = [_case(name, capture) for name, capture in captures.items()]
-    agreed = [_agrees(name, capture) for name, capture in captures.items()]
-    return oracle.execute(args, selected) or int(not all(agreed))
+    checks = [check for name, capture in captures.items() for check in _checks(name, capture)]
+    return oracle.execute(args, selected, checks)
 
 
 def _case(name: str, capture: Capture) -> Case:
@@ -49,8 +49,8 @@ def _case(name: str, capture: Capture) -> Case:
     return Case(capture=name, o=int(capture.inputs.o is not None))
 
 
-def _agrees(name: str, capture: Capture) -> bool:
-    """Whether the gradients stored in the file are those of float64; says so on stderr."""
+def _checks(name: str, capture: Capture) -> list[dict[str, Any]]:
+    """The gradients stored in the file against float64's, as a receipt records them; says so on stderr."""
     about = ", ".join(
         f"{key} {capture.notes[key]}" for key in ("model", "layer", "text", "loss") if key in capture.notes
     )
@@ -65,7 +65,15 @@ def _agrees(name: str, capture: Capture) -> bool:
         print(f"{name}: the file's own gradients {verdict} float64: {figures}", file=sys.stderr)
     if not agreed:
         print("  check the file's scale, mask, softcap and order of dimensions (docs/captures.md)", file=sys.stderr)
-    return agreed
+    return [
+        {
+            "name": f"{name}: the file's own {part} against float64",
+            "found": statement.number(error),
+            "limit": statement.number(limit),
+            "passed": error <= limit,
+        }
+        for part, error in found.items()
+    ]
 
 
 def _nmse(got: npt.NDArray[Any], want: npt.NDArray[Any]) -> float:

@@ -16,6 +16,8 @@ from . import build, errors, statement
 
 PAYLOAD_TYPE = "application/vnd.in-toto+json"
 SUFFIX = ".dsse.json"
+KEYS = "receipts/keys"
+"""Folder of the public keys that receipts of the repository are signed with, PEM files."""
 
 
 def _modules() -> tuple[Any, Any, Any]:

@@ -14,7 +14,6 @@ import json
 import math
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Sequence
@@ -24,7 +23,8 @@ from typing import TYPE_CHECKING, Any
 import jsonschema
 import rfc8785
 
-from . import cases, digest, environment, errors
+from . import cases, commits, digest, environment, errors
+from .cases import Case
 from .digest import ROOT
 from .monitor import public
 
@@ -41,7 +41,7 @@ Document = dict[str, Any]
 
 STATEMENT = "https://in-toto.io/Statement/v1"
 PREDICATE = "https://in-toto.io/attestation/test-result/v0.1"
-VERSION = "1.0.0"
+VERSION = "1.1.0"
 SCHEMA = Path(__file__).with_name("schema") / "receipt-1.json"
 
 OPERATOR = "flash_attn_back"
@@ -127,7 +127,7 @@ def inputs(mode: str, extra: Iterable[tuple[str, Path]] = (), root: Path = ROOT)
 
     Roles: patch (the operator's sources), hooks (edits and pins), measure (harness modules that decide results),
     harness (the others); `extra` adds (role, path) for case lists and captures, outside the tree by name."""
-    measuring = {"perf": MEASURES_PERF, "train": MEASURES_TRAIN}.get(mode, MEASURES)
+    measuring = {"perf": MEASURES_PERF, "train": MEASURES_TRAIN, "replay": MEASURES | {"replay"}}.get(mode, MEASURES)
     found: dict[str, tuple[str, Path]] = {f"ggml/{path}": ("patch", root) for path in digest.sources(root)}
     found |= dict.fromkeys(("ggml/edits.toml", "ggml/upstream.toml"), ("hooks", root))
     for module in [*(root / "pyharness").rglob("*.py"), *(root / "pyharness/schema").glob("*.json")]:
@@ -143,39 +143,33 @@ def inputs(mode: str, extra: Iterable[tuple[str, Path]] = (), root: Path = ROOT)
     return [{"role": role, **fingerprint(base, path)} for path, (role, base) in sorted(found.items())]
 
 
-def _git(root: Path, *arguments: str) -> bytes | None:
-    try:
-        run = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return run.stdout
+def cases_digest(names: Iterable[str]) -> dict[str, Any]:
+    """How many case strings, and the sha256 over them, a line each."""
+    listed = list(names)
+    return {"count": len(listed), "sha256": hashlib.sha256("".join(f"{n}\n" for n in listed).encode()).hexdigest()}
 
 
-def revision(root: Path = ROOT) -> dict[str, Any] | None:
-    """Commit and tree of the checkout, and for a dirty one the digest of its diff; None outside git (an sdist).
+def selection(
+    listed: Sequence[Case],
+    selected: Sequence[Case],
+    devices: Iterable[str],
+    *,
+    file: str | None = None,
+    op: str | None = None,
+    params: str | None = None,
+    random: int = 0,
+) -> dict[str, Any]:
+    """What a run was to try: the cases that the filters -o and -p (`op`, `params`) leave of a list, on each device.
 
-    The diff is `git diff --binary HEAD` and each untracked file's path and bytes; receipts/ is left out."""
-    top = _git(root, "rev-parse", "--show-toplevel")
-    head = _git(root, "rev-parse", "HEAD", "HEAD^{tree}")
-    if top is None or head is None or Path(os.fsdecode(top.rstrip(b"\n"))).resolve() != root.resolve():
-        return None
-    scope = ("--", ".", ":(exclude)receipts")
-    diff = _git(root, "diff", "--binary", "HEAD", *scope) or b""
-    changed = (_git(root, "diff", "--name-only", "-z", "HEAD", *scope) or b"").split(b"\0")
-    untracked = sorted(
-        p for p in (_git(root, "ls-files", "--others", "--exclude-standard", "-z", *scope) or b"").split(b"\0") if p
-    )
-    total = hashlib.sha256(diff)
-    for name in untracked:
-        path = root / os.fsdecode(name)
-        data = os.fsencode(os.readlink(path)) if path.is_symlink() else path.read_bytes() if path.is_file() else b""
-        total.update(name + b"\0" + data)
-    commit, tree_id = head.decode().split()
-    paths = sorted(os.fsdecode(p) for p in [*changed, *untracked] if p)
+    `file` holds the list, relative to the tree, or its `random` cases take the list's place."""
+    known = set(listed)
     return {
-        "commit": commit,
-        "tree": tree_id,
-        "dirty": {"diff_sha256": total.hexdigest(), "paths": paths} if paths else None,
+        "file": file,
+        "listed": cases_digest(map(str, listed)),
+        "selected": cases_digest(map(str, selected)),
+        "unlisted": sum(case not in known for case in selected),
+        "devices": list(devices),
+        "filter": {"op": op, "params": params, "random": random},
     }
 
 
@@ -246,6 +240,11 @@ def name_of(record: dict[str, Any]) -> str:
     return f"{record['case']} on {record['device']}"
 
 
+def tried(body: Document) -> list[dict[str, Any]]:
+    """The records of the cases that ran or were to run: the oracle's, and perf's of the operator and its peers."""
+    return [*body["cases"], *(body["perf"] or {"measurements": []})["measurements"]]
+
+
 def measured_status(record: dict[str, Any], limit: float) -> str:
     """A measurement of the operator as a case: unsupported if it could not run, failed if over the limit."""
     if record["unavailable"]:
@@ -257,18 +256,20 @@ def measured_status(record: dict[str, Any], limit: float) -> str:
 def outcome(body: Document) -> dict[str, Any]:
     """The test-result fields and counts that follow from a receipt's cases, measurements of the operator or checks.
 
-    A skip or a refusal warns, and so does a partial run."""
+    A skip or a refusal warns, and so does a run that ended early; exit code 1 fails."""
     found = [(record["status"], name_of(record)) for record in body["cases"]]
     if body["perf"]:
         own = [r for r in body["perf"]["measurements"] if r["who"] == OPERATOR]
         found += [(measured_status(r, float(body["limits"]["nmse"])), name_of(r)) for r in own]
-    if "train" in body:
-        found += [("ok" if check["passed"] else "failed", check["name"]) for check in body["train"]["checks"]]
+    checks = [*body.get("checks", ()), *(body["train"]["checks"] if "train" in body else ())]
+    found += [("ok" if check["passed"] else "failed", check["name"]) for check in checks]
     by_status: dict[str, list[str]] = {"ok": [], "failed": [], "unsupported": [], "skipped": []}
     for status, name in found:
         by_status[status].append(name)
     warned = by_status["unsupported"] + by_status["skipped"]
-    result = "FAILED" if by_status["failed"] else "WARNED" if warned or body["partial"] else "PASSED"
+    code = body["ended"]["exit_code"] if "ended" in body else 0
+    warns = warned or body["partial"] or code
+    result = "FAILED" if by_status["failed"] or code == 1 else "WARNED" if warns else "PASSED"
     return {
         "result": result,
         "passedTests": by_status["ok"],
@@ -276,6 +277,10 @@ def outcome(body: Document) -> dict[str, Any]:
         "failedTests": by_status["failed"],
         "counts": {status: len(names) for status, names in by_status.items()},
     }
+
+
+_REASONS = {errors.INTERRUPTED: "interrupted", errors.Environment.exit_code: "no case ran"}
+"""Why a run ended with an exit code, where it does not say."""
 
 
 def build(
@@ -288,12 +293,17 @@ def build(
     started: float,
     finished: float,
     case_files: Sequence[Path],
+    exit_code: int,
+    reason: str = "",
+    selection: dict[str, Any] | None = None,
+    checks: Sequence[dict[str, Any]] = (),
     perf: dict[str, Any] | None = None,
     monitor: dict[str, Any] | None = None,
     train: dict[str, Any] | None = None,
     root: Path = ROOT,
 ) -> Document:
-    """The document of one run; its id is set. `started` and `finished` are time.time()."""
+    """The document of one run; its id is set. `started` and `finished` are time.time(); `reason` says why the exit code
+    is not 0 where no case or check failed."""
     extra = [("cases", path) for path in case_files]
     if train:
         extra += [("measure", root / "train/flash-attn-train.cpp"), ("measure", root / "cmake/llama.cmake")]
@@ -301,6 +311,7 @@ def build(
         from . import capture_file
 
         extra += [("data", capture_file.path(r.case.capture)) for r in results if r.case.capture]
+    own = inputs(mode, root=root)
     pins = tomllib.loads((root / "ggml/upstream.toml").read_text(encoding="utf-8"))
     body: Document = {
         "schema": VERSION,
@@ -310,6 +321,9 @@ def build(
         "seed": seed,
         "started": moment(started),
         "finished": moment(finished),
+        "ended": {"exit_code": exit_code, "reason": reason or _REASONS.get(exit_code, "")},
+        "selection": selection,
+        "checks": list(checks),
         "patch": digest.patch_digest(root),
         "upstream": {
             "ggml": library.version,
@@ -322,7 +336,7 @@ def build(
                 None,
             ),
         },
-        "revision": revision(root),
+        "revision": commits.revision(root, [f["path"] for f in own]),
         "inputs": inputs(mode, extra, root),
         "limits": {name: number(value) for name, value in cases.limits(root / cases.LIMITS.relative_to(ROOT)).items()},
         "libraries": libraries(library, root),
@@ -391,14 +405,18 @@ def patch_digest(files: list[dict[str, str]]) -> str:
     return hashlib.sha256(digest.manifest({path: patch[path] for path in sorted(patch)}).encode()).hexdigest()
 
 
+def file_name(body: Document) -> str:
+    """<utc>-<mode>-<id12>.json."""
+    stamp = body["finished"].replace("-", "").replace(":", "")
+    return f"{stamp}-{body['mode']}-{body['id'][:12]}.json"
+
+
 def save(directory: Path, document: Document) -> Path:
-    """Write a document as <utc>-<mode>-<id12>.json: whole or not at all, never over another file."""
+    """Write a document under its name: whole or not at all, never over another file."""
     problems = schema_errors(document)
     if problems:
         raise errors.Invalid(f"this receipt breaks its own schema: {problems[0]}")
-    body = document["predicate"]["receipt"]
-    stamp = body["finished"].replace("-", "").replace(":", "")
-    path = directory / f"{stamp}-{body['mode']}-{body['id'][:12]}.json"
+    path = directory / file_name(document["predicate"]["receipt"])
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=directory, prefix=".", suffix=".tmp") as file:

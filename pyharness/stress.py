@@ -26,7 +26,7 @@ import numpy as np
 import psutil
 from numpy.typing import NDArray
 
-from . import cases, cuda, errors, ggml, inputs, monitor, options, oracle, receipt
+from . import cases, cuda, errors, ggml, inputs, monitor, options, oracle, receipt, statement
 from .cases import Case
 
 MIB = 1 << 20
@@ -93,7 +93,8 @@ def repeat(args: argparse.Namespace) -> int:
         library, device = _open(args)
         busy = library.prepare(device, inputs.make(Case.parse(BUSY), args.seed), args.threads)
         stop, computed = threading.Event(), 0
-        ended: list[errors.Failure] = []
+        ended: list[BaseException] = []
+        listed = [Case.parse(text) for text in REPEATED]
 
         def compete() -> None:
             nonlocal computed
@@ -105,42 +106,49 @@ def repeat(args: argparse.Namespace) -> int:
                 ended.append(error)
 
         thread = threading.Thread(target=compete)
-        results = []
+        results: list[oracle.CaseResult] = []
         with busy:
             thread.start()
             try:
-                for text in REPEATED:
+                for case in listed:
                     before, begin = computed, time.monotonic()
-                    result = repeated(library, device, Case.parse(text), args.seed, args.threads, args.repeats)
+                    result = repeated(library, device, case, args.seed, args.threads, args.repeats)
                     results.append(result)
                     words = (
                         f"{result.distinct} different in {result.repeats} runs, "
                         f"{computed - before} of the other stream, {time.monotonic() - begin:.1f} s"
                     )
-                    print(f"{result.status} {text}: {result.reason or words}", flush=True)
+                    print(f"{result.status} {case}: {result.reason or words}", flush=True)
+            except (KeyboardInterrupt, MemoryError, OSError, errors.Failure) as error:
+                ended.insert(0, error)
             finally:
                 stop.set()
                 thread.join()
-                path = receipt.write(
-                    args.out,
-                    "oracle",
-                    library,
-                    results,
-                    args.seed,
-                    len(results) < len(REPEATED),
-                    started,
-                    time.time(),
-                    [],
-                    monitor=watch.report(),
-                )
-                print(f"receipt {path}")
-    if ended:  # the other stream was not busy all the time
-        raise ended[0]
-    ran = [result for result in results if result.status != "unsupported"]
-    same = sum(result.status == "ok" for result in ran)
+            problem = ended[0] if ended else None  # if the other stream's, it was not busy all the time
+            ran = [result for result in results if result.status != "unsupported"]
+            same = sum(result.status == "ok" for result in ran)
+            code = errors.exit_code(problem) if problem else int(same < len(ran) or not ran)
+            path = receipt.write(
+                args.out,
+                "oracle",
+                library,
+                results,
+                args.seed,
+                len(results) < len(listed),
+                started,
+                time.time(),
+                [],
+                exit_code=code,
+                reason=errors.reason(problem) if problem else "" if ran else "every case is unsupported",
+                selection=statement.selection(listed, listed, [device.name]),
+                monitor=watch.report(),
+            )
+            print(f"receipt {path}")
+    if problem:
+        raise problem
     rest = f", {len(results) - len(ran)} unsupported" if len(ran) < len(results) else ""
     print(f"{same} of {len(ran)} cases right and the same in {args.repeats} runs beside another stream{rest}")
-    return 0 if same == len(ran) and ran else 1
+    return code
 
 
 def repeated(

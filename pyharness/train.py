@@ -440,7 +440,7 @@ def stamp(
     }
     path = receipt.write(
         args.receipts, "train", library, [], seed=0, partial=False, started=started, finished=time.time(),
-        case_files=[], train=train,
+        case_files=[], exit_code=int(not all(check.passed for check in checks)), train=train,
     )  # fmt: skip
     print(f"receipt {path}", file=sys.stderr)
 

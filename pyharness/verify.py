@@ -7,14 +7,16 @@ signature it does not stop somebody who makes up a whole receipt; with one it sa
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import random
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from . import cases, errors, signing, statement
+from . import cases, commits, errors, signing, statement
 from .digest import ROOT
 from .statement import Document
 
@@ -50,28 +52,127 @@ def check(
     problems = statement.schema_errors(document)
     if problems:
         return [Finding("schema", INVALID, text) for text in problems[:5]]
-    found = list(_identity(document))
-    if key is not None:
-        try:
-            found.append(Finding("signature", OK, f"signed by key {signing.check(path, key)[:12]}"))
-        except errors.Invalid as e:
-            found.append(Finding("signature", INVALID, str(e)))
-    elif signing.envelope_path(path).exists():
-        found.append(Finding("signature", OK, "there is a signature; --key PUBLIC.pem checks it"))
+    with commits.History(root) as history:
+        return examine(document, path, history, key=key, libs=libs, sources_only=sources_only, root=root)
+
+
+def examine(
+    document: Document,
+    path: Path,
+    history: commits.History,
+    *,
+    key: Path | None = None,
+    libs: Path | None = None,
+    sources_only: bool = False,
+    root: Path = ROOT,
+) -> list[Finding]:
+    """What `check` finds in a document that fits the schema; `path` is its file, `history` that of `root`."""
+    found = [*_identity(document, path), *_signature(path, key, root)]
     found += [Finding("sums", INVALID, text) for text in sums(document)]
-    found += files(document, root)
+    origin = commits.origin(document["predicate"]["receipt"], history)
+    found += files(document, root, str(origin) if origin.commit or origin.recorded else "")
     if not sources_only:
         found += _libraries(document, libs, root)
-    body = document["predicate"]["receipt"]
+    return found + list(_run(document, root)) + list(_commit(origin, history))
+
+
+def _signature(path: Path, key: Path | None, root: Path) -> Iterator[Finding]:
+    """By the key that is demanded, else by any of the repository's."""
+    if not signing.envelope_path(path).exists() and key is None:
+        yield Finding("signature", OK, "unsigned")
+        return
+    keys = [key] if key else sorted((root / signing.KEYS).glob("*.pem"))
+    if not keys:
+        yield Finding("signature", OK, f"not checked: no key in {signing.KEYS}; --key PUBLIC.pem checks it")
+        return
+    problems = []
+    for one in keys:
+        try:
+            yield Finding("signature", OK, f"signed by {one.name}, key {signing.check(path, one)[:12]}")
+            return
+        except errors.Invalid as e:
+            problems.append(str(e))
+        except errors.Environment as e:
+            if key:
+                raise
+            yield Finding("signature", OK, f"not checked: {e}")
+            return
+    yield Finding("signature", INVALID, "; ".join(problems))
+
+
+def _run(document: Document, root: Path) -> Iterator[Finding]:
+    """How the run went, and how much of its list it is about."""
+    body, predicate = document["predicate"]["receipt"], document["predicate"]
+    lacking = [name for name in ("ended", "selection", "checks") if name not in body]
+    if lacking:
+        what = "the run's exit code, the digest of its case list, its filter and its checks"
+        yield Finding("run", OK, f"an early receipt (schema {body['schema']}) that does not hold {what}")
     if body["partial"]:
-        found.append(Finding("run", OK, "partial: the run was interrupted"))
-    if body["revision"] and body["revision"]["dirty"]:
-        dirty = body["revision"]["dirty"]
-        names = ", ".join(dirty["paths"][:5]) + (" ..." if len(dirty["paths"]) > 5 else "")
-        found.append(
-            Finding("run", OK, f"DIRTY: the tree differed from commit {body['revision']['commit'][:12]} in {names}")
-        )
-    return found
+        yield Finding("run", OK, "partial: the run ended early")
+    if predicate["result"] == "FAILED" or ("ended" in body and body["ended"]["exit_code"]):
+        code = f", exit code {body['ended']['exit_code']}" if "ended" in body else ""
+        failed = predicate["failedTests"]
+        why = "; ".join([*failed[:3], *(["..."] if len(failed) > 3 else [])]) if failed else body["ended"]["reason"]
+        yield Finding("run", OK, f"{predicate['result']}{code}: {why}")
+    chosen = body.get("selection")
+    if chosen:
+        yield from _selected(body, chosen, root)
+    elif body["counts"]["listed"]:
+        tried = {record["case"] for record in statement.tried(body)}
+        if len(tried) != body["counts"]["listed"]:
+            yield Finding("run", OK, f"{len(tried)} of {body['counts']['listed']} cases")
+
+
+def _selected(body: Document, chosen: dict[str, Any], root: Path) -> Iterator[Finding]:
+    """Whether the list of this tree, where it is the run's, gives the cases that the receipt names."""
+    listed, selected, words = chosen["listed"], chosen["selected"], chosen["filter"]
+    given = [f"{option} {words[name]!r}" for name, option in (("op", "-o"), ("params", "-p")) if words[name]]
+    part = selected["count"] - chosen["unlisted"]
+    if part != listed["count"] or chosen["unlisted"]:
+        more = f" and {chosen['unlisted']} that the list does not have" if chosen["unlisted"] else ""
+        yield Finding("run", OK, f"{part} of {listed['count']} cases{more}: {' '.join(given) or 'no filter'}")
+    then = {f["path"]: f["sha256_lf"] for f in body["inputs"]}.get(chosen["file"])
+    if chosen["file"] is None or then is None or not os.path.isfile(root / chosen["file"]):
+        return
+    if statement.fingerprint(root, chosen["file"])["sha256_lf"] != then:
+        return  # stale, which `files` finds
+    here = cases.random_cases(words["random"], body["seed"]) if words["random"] else cases.load(root / chosen["file"])
+    if statement.cases_digest(map(str, here)) != listed:
+        yield Finding("sums", INVALID, f"selection: {listed['count']} cases listed are not those of {chosen['file']}")
+        return
+    try:
+        again = cases.select(here, words["op"], words["params"])
+    except errors.Failure as e:
+        yield Finding("sums", INVALID, f"selection: {e}")
+        return
+    if statement.cases_digest(map(str, again)) != selected:
+        text = f"selection: {' '.join(given) or 'no filter'} selects {len(again)} cases of {chosen['file']}"
+        yield Finding("sums", INVALID, f"{text}, the receipt is about {selected['count']}")
+
+
+def _commit(origin: commits.Origin, history: commits.History) -> Iterator[Finding]:
+    """The commit whose files the receipt stands on."""
+    recorded = origin.recorded
+    if origin.differing and recorded:
+        names = _names(origin.differing)
+        text = f"the run found commit {recorded['commit'][:12]} unchanged, which has other contents of {names}"
+        yield Finding("commit", INVALID, text)
+    elif origin.commit:
+        there = f", which the history here does not {'reach' if history else 'tell'}"
+        yield Finding("commit", OK, f"the files are those of {origin}{'' if origin.commit in history else there}")
+        if recorded and recorded["commit"] != origin.commit:
+            many = f", which differed in {len(recorded['dirty']['paths'])} paths" if recorded["dirty"] else ""
+            yield Finding("commit", OK, f"the run's checkout was at commit {recorded['commit'][:12]}{many}")
+    elif recorded:
+        names = _names(recorded["dirty"]["paths"])
+        text = f"DIRTY: the checkout differed from commit {recorded['commit'][:12]} in {names}"
+        yield Finding("commit", OK, f"{text}, and no commit {'here ' if history else ''}is known to have its files")
+    else:
+        yield Finding("commit", OK, "no commit is known to have these files")
+
+
+def _names(paths: Sequence[str]) -> str:
+    return ", ".join(paths[:5]) + (" ..." if len(paths) > 5 else "")
 
 
 def exit_code(findings: list[Finding]) -> int:
@@ -79,9 +180,11 @@ def exit_code(findings: list[Finding]) -> int:
     return next((f.code for f in findings if f.code), OK)
 
 
-def _identity(document: Document) -> Iterator[Finding]:
+def _identity(document: Document, path: Path) -> Iterator[Finding]:
     body = document["predicate"]["receipt"]
     if statement.identify(document) == body["id"]:
+        if path.name != statement.file_name(body):
+            yield Finding("id", INVALID, f"the file of this receipt is named {statement.file_name(body)}")
         return
     edited = []
     seals = statement.seals(body)
@@ -115,6 +218,10 @@ def sums(document: Document) -> Iterator[str]:
         yield "harness is not the digest of the harness files listed"
     if body["patch"] != statement.patch_digest(body["inputs"]):
         yield "patch is not the digest of the patch files listed"
+    if body["finished"] < body["started"]:
+        yield f"finished {body['finished']} before it started {body['started']}"
+    yield from _ended_sums(body, ends["failedTests"])
+    yield from _twice(body)
     for item in body["libraries"]:
         if item["source"] not in (None, body["patch"]):
             yield f"{item['name']} was built from {item['source'][:12]}, not from the patch {body['patch'][:12]}"
@@ -125,6 +232,36 @@ def sums(document: Document) -> Iterator[str]:
     if "train" in body:
         yield from _train_sums(body["train"])
     yield from _monitor_sums(body["monitor"])
+
+
+def _ended_sums(body: Document, failed: Sequence[str]) -> Iterator[str]:
+    """Whether exit code, checks and the cases that were to run fit what is listed."""
+    for check in body.get("checks", ()):
+        within = float(check["found"]) <= float(check["limit"])
+        if check["limit"] != body["limits"]["nmse"] or check["passed"] != within:
+            yield f"{check['name']}: {check['found']} of at most {check['limit']} is not what passed or the limits say"
+    if "ended" in body:
+        code, reason = body["ended"]["exit_code"], body["ended"]["reason"]
+        if code == 0 and (failed or body["partial"]):
+            yield f"exit code 0, but {f'{len(failed)} cases or checks failed' if failed else 'the run is partial'}"
+        if code and not failed and not reason:
+            yield f"exit code {code} without a reason"
+    chosen = body.get("selection")
+    if chosen:
+        for device in chosen["devices"]:
+            names = list(dict.fromkeys(r["case"] for r in statement.tried(body) if r["device"] == device))
+            if not body["partial"] and statement.cases_digest(names) != chosen["selected"]:
+                yield f"{len(names)} cases on {device} are not the {chosen['selected']['count']} that were selected"
+        others = {record["device"] for record in statement.tried(body)} - set(chosen["devices"])
+        yield from (f"cases on {device}, which was not selected" for device in sorted(others))
+
+
+def _twice(body: Document) -> Iterator[str]:
+    """Cases and measurements that stand in a receipt more than once."""
+    timed = (body["perf"] or {"measurements": []})["measurements"]
+    names = Counter(statement.name_of(record) for record in body["cases"])
+    names += Counter(f"{statement.name_of(r)}, {r['who']} {r['pass']}" for r in timed)
+    yield from (f"{name}: {count} times" for name, count in names.items() if count > 1)
 
 
 def _short(value: Any) -> str:
@@ -209,8 +346,9 @@ def _monitor_sums(report: dict[str, Any]) -> Iterator[str]:
         yield f"monitor: {health['failures']} failed polls, but the polls say otherwise"
 
 
-def files(document: Document, root: Path = ROOT) -> list[Finding]:
-    """The receipt's files against the tree: missing is unverifiable, changed or new stale, line ends only a remark."""
+def files(document: Document, root: Path = ROOT, about: str = "") -> list[Finding]:
+    """The receipt's files against the tree: missing is unverifiable, changed or new stale, line ends only a remark.
+    `about` names the receipt's commit."""
     body = document["predicate"]["receipt"]
     then = {f["path"]: f for f in body["inputs"]}
     outside = {path for path, f in then.items() if f["role"] in ("cases", "data") and "/" not in path}
@@ -220,7 +358,7 @@ def files(document: Document, root: Path = ROOT) -> list[Finding]:
         for p, f in then.items()
         if p not in now and os.path.isfile(root / p)
     }
-    made = f" (the receipt is about commit {body['revision']['commit'][:12]})" if body["revision"] else ""
+    made = f" (the receipt is about {about})" if about else ""
     found = []
     for path in sorted(then.keys() | now.keys()):
         old, new = then.get(path), now.get(path)
@@ -278,11 +416,22 @@ def _libraries(document: Document, libs: Path | None, root: Path) -> Iterator[Fi
         yield Finding("libraries", INVALID if libs else OK, f"not here, so not compared: {', '.join(absent)}")
 
 
+def same_error(then: dict[str, Any], now: dict[str, Any]) -> bool:
+    """Whether two errors of the same bits are one but for the rounding of the float64 reference, which other BLAS
+    kernels and thread counts change: 1e-8 of an NMSE, all of one below 1e-25."""
+    return all(
+        math.isclose(float(then[name]), float(now[name]), rel_tol=1e-6, abs_tol=1e-25)
+        or (math.isnan(float(then[name])) and math.isnan(float(now[name])))
+        for name in ("nmse", "worst_head_nmse")
+    )
+
+
 def replay(document: Document, library: Library, count: int, threads: int = 0) -> list[Finding]:
     """Run `count` of the receipt's cases, chosen by its id, again; a perf receipt's are timed again.
 
-    With the same libraries on the same device the bits must be the same; otherwise every case must end as it did. A
-    time is reproduced unless the intervals part and the medians differ by more than a quarter."""
+    With the same libraries on the same device the bits must be the same, and of the same bits the NMSE; otherwise every
+    case must end as it did, no worse than _worse allows. A time is reproduced unless the intervals part and the medians
+    differ by more than a quarter."""
     body = document["predicate"]["receipt"]
     measured = [r for r in (body["perf"] or {"measurements": []})["measurements"] if r["who"] == statement.OPERATOR]
     records = [r for r in body["cases"] if r["status"] in ("ok", "failed")] + [r for r in measured if r["timings"]]
@@ -309,13 +458,33 @@ def _replay_case(
     result = oracle.check(library, device, cases.Case.parse(record["case"]), body["seed"], threads=threads)
     if result.status != record["status"]:
         return FAILED, f"was {record['status']}, is {result.status} {result.reason}".rstrip()
-    then, now = ({i["name"]: i["sha256"] for i in items} for items in (body["libraries"], statement.libraries(library)))
-    described = next(d["description"] for d in body["devices"] if d["name"] == record["device"])
-    if result.digest != record["digest"] and then == now and described == device.description:
+    same_bits = result.digest == record["digest"]
+    if not same_bits and _same_place(record, body, library, device):
         return FAILED, "the same libraries gave other bits"
-    worst = max((max(p.nmse, p.worst_head_nmse) for p in result.parts.values()), default=float("nan"))
-    bits = "same bits" if result.digest == record["digest"] else "other bits, another build or device"
+    again = {name: statement.part_record(part) for name, part in result.parts.items()}
+    if again.keys() != record["parts"].keys():
+        return FAILED, f"had the parts {', '.join(record['parts'])}, has {', '.join(again)}"
+    for name, part in record["parts"].items():
+        then, now = statement.worst_nmse(part), statement.worst_nmse(again[name])
+        if (same_bits and not same_error(part, again[name])) or (not same_bits and _worse(then, now, body)):
+            return FAILED, f"{name}: NMSE {now:.3g}, the receipt has {then:.3g}"
+    worst = max(map(statement.worst_nmse, again.values()), default=float("nan"))
+    bits = "same bits" if same_bits else "other bits, another build or device"
     return OK, f"{result.status} again, worst NMSE {worst:.3g}, {bits}"
+
+
+def _same_place(record: dict[str, Any], body: dict[str, Any], library: Library, device: Device) -> bool:
+    """Whether a record was made with these libraries on such a device: then its bits come again."""
+    then, now = ({i["name"]: i["sha256"] for i in items} for items in (body["libraries"], statement.libraries(library)))
+    return then == now and device.description in (
+        d["description"] for d in body["devices"] if d["name"] == record["device"]
+    )
+
+
+def _worse(then: float, now: float, body: dict[str, Any]) -> bool:
+    """Whether other bits have an error that another build or device of the same precision does not explain: ten times
+    the recorded one, and more than a thousandth of the limit."""
+    return not now <= max(10 * then, 1e-3 * float(body["limits"]["nmse"]))
 
 
 def _replay_timing(
@@ -330,7 +499,7 @@ def _replay_timing(
         threads=threads,
         runs=body["perf"]["runs"],
         cold=False,
-        error="none",
+        error="none" if not record["error"] else "full" if record["error"]["scope"] == "all heads" else "slice",
         peers=(),
         budget=float("inf"),
         ceilings=perf.NO_CEILINGS,
@@ -342,6 +511,11 @@ def _replay_timing(
     then, now = perf.best_clock(record, "warm"), perf.best_clock(again, "warm")
     ratio, verdict = perf.compare(now, then)
     text = f"{float(then['median_ns']) / 1e6:.4g} ms then, {float(now['median_ns']) / 1e6:.4g} ms now"
+    for name, value in (record["error"] or {"nmse": {}})["nmse"].items():
+        recorded, found = float(value), float(again["error"]["nmse"][name])
+        same = math.isclose(recorded, found, rel_tol=1e-6, abs_tol=1e-25)
+        if not same and (_same_place(record, body, library, device) or _worse(recorded, found, body)):
+            return FAILED, f"{text}; {name}: NMSE {found:.3g}, the receipt has {recorded:.3g}"
     return FAILED if verdict != "undecided" and not 0.8 <= ratio <= 1.25 else OK, text
 
 

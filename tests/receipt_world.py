@@ -65,8 +65,9 @@ class World:
         file.write_bytes(after)
 
 
-def change(path: Path, edit: Callable[[dict[str, Any]], None], seal: bool = False) -> None:
-    """Edit a receipt's document in place; with `seal` all that follows from its members is made to fit again."""
+def change(path: Path, edit: Callable[[dict[str, Any]], None], seal: bool = False) -> Path:
+    """Edit a receipt's document in place; with `seal` all that follows from its members, its name too, is made to fit
+    again. Returns its file."""
     document = json.loads(path.read_bytes())
     body = document["predicate"]["receipt"]
     edit(body)
@@ -74,7 +75,9 @@ def change(path: Path, edit: Callable[[dict[str, Any]], None], seal: bool = Fals
         for derived in ("id", "seals", "harness"):
             del body[derived]
         document = statement.seal(body, body["counts"]["listed"])
+        path = path.rename(path.with_name(statement.file_name(document["predicate"]["receipt"])))
     path.write_bytes(statement.canonical(document) + b"\n")
+    return path
 
 
 def libraries() -> Path:

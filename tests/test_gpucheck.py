@@ -311,7 +311,10 @@ def test_repeats_whose_other_stream_ends_are_no_proof(tmp_path: Path, monkeypatc
     monkeypatch.setattr(stress, "REPEATED", (CASE,))
     with pytest.raises(errors.Environment, match="no memory"):
         stress.repeat(options(tmp_path, repeats=3))
-    assert list(tmp_path.glob("*-oracle-*.json"))
+    (path,) = tmp_path.glob("*-oracle-*.json")
+    document = statement.read(path)
+    ended = {"exit_code": errors.Environment.exit_code, "reason": "no memory"}
+    assert (document["predicate"]["receipt"]["ended"], document["predicate"]["result"]) == (ended, "WARNED")
 
 
 def soaks(monkeypatch: pytest.MonkeyPatch) -> None:

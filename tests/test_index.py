@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import shutil
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 from receipt_world import KERNEL, World, make
 
-from pyharness import errors, receipt
+from pyharness import errors, receipt, statement
 from pyharness.digest import ROOT
 
 
@@ -26,11 +27,11 @@ def world(original: World, tmp_path: Path) -> World:
 
 
 def test_the_repository_has_a_current_index() -> None:
-    assert (ROOT / "receipts/README.md").read_text() == receipt.index()
+    assert (ROOT / "receipts/README.md").read_text() == receipt.index(receipt.Shelf())
 
 
 def test_no_page_of_the_repository_quotes_a_receipt_that_is_not_fresh() -> None:
-    assert list(receipt.quoted_problems()) == []
+    assert list(receipt.quoted_problems(receipt.Shelf())) == []
 
 
 def test_the_index_lists_what_ran_on_what_and_whether_it_still_holds(world: World) -> None:
@@ -42,7 +43,7 @@ def test_the_index_lists_what_ran_on_what_and_whether_it_still_holds(world: Worl
     perf, oracle = rows  # newest first
     assert re.search(r"\| oracle: 3 of 3 cases ok on cpu, worst NMSE [\d.e-]+ \| CPU [^|]+ \| PASSED \|", oracle)
     assert "| perf: 2 shapes, with unfused |" in perf
-    assert f"({world.oracle.name}) | fresh |" in oracle
+    assert f"({world.oracle.name}) | {world.git('rev-parse', 'HEAD')[:12]} | fresh |" in oracle
     assert world.run("receipt", "index", "--check").returncode == 0
 
     world.edit(KERNEL, lambda data: data + b"\n")
@@ -60,11 +61,11 @@ def test_an_edited_receipt_is_listed_as_invalid(world: World) -> None:
 
 
 def test_receipts_that_git_does_not_track_are_not_listed(world: World) -> None:
-    before = receipt.index(world.root)
+    before = receipt.index(receipt.Shelf(world.root))
     shutil.copy(world.oracle, world.oracle.with_name("20200101T000000Z-oracle-000000000000.json"))
-    assert receipt.index(world.root) == before
+    assert receipt.index(receipt.Shelf(world.root)) == before
     world.git("add", "receipts")
-    assert receipt.index(world.root) != before
+    assert receipt.index(receipt.Shelf(world.root)) != before
 
 
 def test_a_checkout_whose_git_cannot_be_asked_says_so(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,12 +84,14 @@ def test_a_quoted_receipt_must_be_there_and_fresh(world: World) -> None:
     (world.root / "docs").mkdir()
     (world.root / "README.md").write_text(f"All pass (receipt `{id12}`).\n")
     (world.root / "docs/performance.md").write_text(f"See [the receipt](../receipts/{world.perf.name}).\n")
-    assert list(receipt.quoted_problems(world.root)) == []
+    assert list(receipt.quoted_problems(receipt.Shelf(world.root))) == []
     (world.root / "docs/old.md").write_text("receipt `0123456789ab`\n")
-    assert list(receipt.quoted_problems(world.root)) == ["docs/old.md quotes receipt 0123456789ab, which is missing"]
+    assert list(receipt.quoted_problems(receipt.Shelf(world.root))) == [
+        "docs/old.md quotes receipt 0123456789ab, which is missing"
+    ]
     (world.root / "docs/old.md").unlink()
     world.edit(KERNEL, lambda data: data + b"\n")
-    assert list(receipt.quoted_problems(world.root)) == [
+    assert list(receipt.quoted_problems(receipt.Shelf(world.root))) == [
         f"README.md quotes receipt {id12}, which is stale",
         f"docs/performance.md quotes receipt {world.perf.stem.rsplit('-', 1)[1]}, which is stale",
     ]
@@ -112,3 +115,52 @@ def test_a_page_shows_the_tables_of_the_receipts_that_it_names(world: World) -> 
     assert world.run("receipt", "index", "--check").returncode == 0
     page.write_text(text.replace("| CPU | dq | 3 | 3 |", "| CPU | dq | 3 | 4 |"))
     assert world.run("receipt", "index", "--check").returncode == 6
+
+
+def test_each_receipt_is_read_once_and_each_problem_listed_once(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    id12 = world.oracle.stem.rpartition("-")[2]
+    (world.root / "README.md").write_text(f"receipt `{id12}`, [file](receipts/{world.oracle.name}), receipt {id12}\n")
+    world.edit(KERNEL, lambda data: data + b"\n")
+    read, validate, checked = list[Path](), statement.schema_errors, itertools.count()
+
+    def parse(path: Path) -> statement.Document:
+        read.append(path)
+        return parsed(path)
+
+    def schema_errors(document: statement.Document) -> list[str]:
+        next(checked)
+        return validate(document)
+
+    parsed = statement.parse
+    monkeypatch.setattr(statement, "parse", parse)
+    monkeypatch.setattr(statement, "schema_errors", schema_errors)
+    shelf = receipt.Shelf(world.root)
+    receipt.index(shelf)
+    receipt.tables((world.root / "README.md").read_text(), shelf)
+    assert list(receipt.quoted_problems(shelf)) == [f"README.md quotes receipt {id12}, which is stale"]
+    assert sorted(read) == sorted([world.oracle, world.perf])
+    assert next(checked) == 2
+
+
+def test_the_index_names_the_pages_that_quote_a_receipt(world: World) -> None:
+    id12 = world.oracle.stem.rpartition("-")[2]
+    (world.root / "docs").mkdir()
+    for page in ("README.md", "docs/a.md"):
+        (world.root / page).write_text(f"receipt `{id12}`\n")
+    rows = {
+        row.split(" | ")[1]: row for row in receipt.index(receipt.Shelf(world.root)).splitlines() if "| fresh |" in row
+    }
+    perf, oracle = sorted(rows.values(), reverse=True)
+    assert oracle.endswith("| fresh | [README.md](../README.md), [docs/a.md](../docs/a.md) |")
+    assert perf.endswith("| fresh |  |")
+
+
+def test_a_receipt_is_named_by_its_file_or_its_id(world: World) -> None:
+    id12 = world.oracle.stem.rpartition("-")[2]
+    done = world.run("receipt", "verify", id12, "--sources-only")
+    assert (done.returncode, done.stdout.splitlines()[-1]) == (0, f"FRESH  {world.oracle.name}")
+    assert world.run("receipt", "diff", id12[:6], str(world.oracle)).returncode == 0
+    shutil.copy(world.oracle, world.oracle.with_name(f"20200101T000000Z-oracle-{id12}.json"))
+    done = world.run("receipt", "show", id12)
+    assert done.returncode == errors.Usage.exit_code
+    assert "give more digits" in done.stderr

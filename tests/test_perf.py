@@ -13,6 +13,7 @@ import re
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -370,7 +371,26 @@ sys.exit(cli.main(["perf", *sys.argv[1:]]))
     (path,) = tmp_path.iterdir()
     body = statement.read(path)["predicate"]["receipt"]
     assert body["partial"] is True
+    assert body["ended"] == {"exit_code": 1, "reason": "ggml aborted: GGML_ASSERT(false) failed"}
     assert len(body["perf"]["measurements"]) == 1
+
+
+@pytest.mark.parametrize("error", [errors.Failure("wrong"), errors.Lost("gone"), MemoryError(), KeyboardInterrupt()])
+def test_a_receipt_has_the_exit_code_of_a_run_that_an_error_ends(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    measure = perf.measure
+
+    def failing(case: Case, settings: perf.Settings) -> Iterator[dict[str, Any]]:
+        yield from measure(case, settings)
+        raise error
+
+    monkeypatch.setattr(perf, "measure", failing)
+    code, _ = run(capsys, tmp_path, "-o", SMALL)
+    (path,) = (tmp_path / "receipts").iterdir()
+    document = statement.read(path)
+    assert document["predicate"]["receipt"]["ended"] == {"exit_code": code, "reason": errors.reason(error)}
+    assert document["predicate"]["result"] == ("FAILED" if code == 1 else "WARNED")
 
 
 def test_memory_is_that_of_the_buffers_and_what_the_gpu_showed(library: Library, cpu: Device) -> None:

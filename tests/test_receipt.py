@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import re
@@ -17,7 +18,7 @@ from typing import Any
 import pytest
 from receipt_world import CASES, KERNEL, World, change, libraries, make
 
-from pyharness import digest, errors, receipt, signing, statement, verify
+from pyharness import capture_file, cli, commits, digest, errors, oracle, receipt, signing, statement, verify
 
 
 @pytest.fixture(scope="module")
@@ -149,11 +150,11 @@ def test_a_dirty_tree_carries_the_digest_of_its_diff(world: World, tmp_path: Pat
     dirty.edit(KERNEL, lambda data: data + b"\n")
     (dirty.root / "new.txt").write_text("new")
     (dirty.root / "link").symlink_to(tmp_path)
-    first = statement.revision(dirty.root)
+    first = commits.revision(dirty.root)
     assert first is not None
     assert first["dirty"]["paths"] == [KERNEL, "link", "new.txt"]
     (dirty.root / "new.txt").write_text("newer")
-    second = statement.revision(dirty.root)
+    second = commits.revision(dirty.root)
     assert second is not None
     assert second["dirty"]["diff_sha256"] != first["dirty"]["diff_sha256"]
 
@@ -234,7 +235,50 @@ def test_an_interrupted_run_leaves_a_partial_receipt(world: World, tmp_path: Pat
         assert document["predicate"]["result"] == "WARNED"
         code, text = world.verify(path)
         assert code == 0
-        assert "note     run: partial: the run was interrupted" in text
+        assert "note     run: partial: the run ended early" in text
+        assert "note     run: WARNED, exit code 130: interrupted" in text
+
+
+def test_a_replay_of_wrong_gradients_leaves_a_receipt_that_failed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = capture_file.read(capture_file.path("minilm-l0"))
+    found.gradients["dq"][0, 0, 0] += 1
+    capture_file.write(tmp_path / "wrong.gguf", found)
+    out = tmp_path / "receipts"
+    assert cli.main(["replay", str(tmp_path / "wrong.gguf"), "-b", "CPU", "--receipts", str(out)]) == 1
+    (path,) = out.iterdir()
+    document = load(path)
+    body = document["predicate"]["receipt"]
+    assert (body["mode"], body["ended"]["exit_code"], document["predicate"]["result"]) == ("replay", 1, "FAILED")
+    assert [check["passed"] for check in body["checks"]] == [False, True, True]
+    (failed,) = document["predicate"]["failedTests"]
+    assert failed.endswith("wrong.gguf: the file's own dq against float64")
+    capsys.readouterr()
+    assert cli.main(["receipt", "verify", "--sources-only", str(path)]) == 0
+    assert f"note     run: FAILED, exit code 1: {failed}\n" in capsys.readouterr().out
+    assert receipt._what(body).startswith("replay: 1 of 1 cases ok on cpu, 2 of 3 checks")
+
+
+@pytest.mark.parametrize("status", ["ok", "failed", "unsupported", "skipped"])
+@pytest.mark.parametrize("strict", [(), ("--strict",)])
+def test_a_receipt_has_the_exit_code_of_its_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: str, strict: tuple[str, ...]
+) -> None:
+    right, tried = oracle.check, iter((status, "ok"))
+
+    def check(*words: Any) -> oracle.CaseResult:
+        result, state = right(*words), next(tried)
+        return result if state == "ok" else dataclasses.replace(result, status=state, reason="because", parts={})
+
+    monkeypatch.setattr(oracle, "check", check)
+    code = cli.main(["oracle", "-b", "CPU", "--receipts", str(tmp_path), "-o", ",".join(CASES[:2]), *strict])
+    (path,) = tmp_path.iterdir()
+    document = statement.read(path)
+    assert document["predicate"]["receipt"]["ended"]["exit_code"] == code
+    assert (document["predicate"]["result"] == "FAILED") == (code == 1)
+    assert (document["predicate"]["result"] == "PASSED") == (status == "ok")
+    assert [f for f in verify.check(path, sources_only=True) if f.code == verify.INVALID] == []
 
 
 # ---- checking ----
@@ -301,7 +345,7 @@ def test_what_does_not_add_up_is_said(world: World) -> None:
     assert "not from the patch" in sums(world.oracle, "receipt", "libraries", 0, "source", value="0" * 64)[0]
     assert (
         "not canonical"
-        in sums(world.oracle, "receipt", "cases", 0, "case", value=CASES[0].replace(",nb=8", ",nb=8,ns=1"))[1]
+        in sums(world.oracle, "receipt", "cases", 0, "case", value=CASES[0].replace(",nb=8", ",nb=8,ns=1"))[2]
     )
     assert (
         "unsupported without a reason" in sums(world.oracle, "receipt", "cases", 0, "status", value="unsupported")[-1]
@@ -330,10 +374,32 @@ def test_replay_runs_the_cases_again(world: World, tmp_path: Path) -> None:
             record["digest"] = "0" * 64
 
     path = Path(shutil.copy(world.oracle, tmp_path))
-    change(path, other_bits, seal=True)
-    code, text = world.verify(path, *again)
+    code, text = world.verify(change(path, other_bits, seal=True), *again)
     assert code == 1
     assert text.count("the same libraries gave other bits") == 2
+
+
+def test_replay_compares_errors_with_the_record(world: World, tmp_path: Path) -> None:
+    def better(body: dict[str, Any]) -> None:
+        for record in body["cases"]:
+            record["parts"]["dk"].update(nmse="1e-20", worst_head_nmse="1e-20")
+
+    path = change(Path(shutil.copy(world.oracle, tmp_path)), better, seal=True)
+    code, text = world.verify(path, "--replay", "3", "--threads", "1", "--libs", str(libraries()))
+    assert code == 1
+    assert len(re.findall(r"FAILED   replay: .* on CPU: dk: NMSE [\d.e-]+, the receipt has 1e-20", text)) == 3
+
+
+def test_errors_of_the_same_bits_may_round_and_no_more() -> None:
+    def same(then: str, now: str) -> bool:
+        return verify.same_error(*({"nmse": error, "worst_head_nmse": error} for error in (then, now)))
+
+    assert same("1.5366945864e-11", "1.5366945776e-11")
+    assert same("3.50e-29", "2.19e-29")  # the reference's own rounding
+    assert same("nan", "nan")
+    assert not same("1.537e-11", "1.536e-11")
+    assert not same("0.0", "1e-20")
+    assert not same("nan", "1.0")
 
 
 def test_replay_times_a_perf_receipt_again(world: World) -> None:
@@ -408,9 +474,18 @@ def test_diff_names_limits_files_cases_and_results(world: World) -> None:
     assert "library  libggml-base.so.0.25.3: changed" in lines
     assert f"case     {CASES[2]} on CPU: gone" in lines
     assert f"result   {CASES[0]} on CPU: ok -> failed dq: NMSE" in lines
-    assert any(
-        re.match(r"result   .*mask=swa:7,sinks=1\) on CPU: other bits, NMSE dk .* -> 2e-09", line) for line in lines
-    )
+    assert any(re.match(r"result   .*mask=swa:7,sinks=1\) on CPU: NMSE dk .* -> 2e-09", line) for line in lines)
+
+
+def test_diff_compares_bits_as_bits_and_errors_as_numbers(world: World) -> None:
+    other = load(world.oracle)
+    records = other["predicate"]["receipt"]["cases"]
+    for part in records[0]["parts"].values():  # another BLAS
+        part["nmse"] = repr(float(part["nmse"]) * (1 + 1e-9))
+        part["want"] = repr(float(part["want"]) * (1 + 1e-15))
+    assert list(receipt.differences(load(world.oracle), other)) == []
+    records[0]["digests"]["dv"] = "0" * 64
+    assert list(receipt.differences(load(world.oracle), other)) == [f"result   {CASES[0]} on CPU: other bits in dv"]
 
 
 def test_diff_exits_1_when_something_differs(world: World, tmp_path: Path) -> None:

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from receipt_world import KERNEL, World, change, libraries, make, trained
+from receipt_world import CASES, KERNEL, World, change, libraries, make, trained
 
-from pyharness import errors, ggml, receipt, signing, statement, train, verify
+from pyharness import cases, errors, ggml, receipt, signing, statement, train, verify
+from pyharness.digest import ROOT
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +28,11 @@ def world(original: World, tmp_path: Path) -> World:
 def test_nothing_changed(world: World) -> None:
     for path in (world.oracle, world.perf):
         code, text = world.verify(path, "--check-libs", str(libraries()))
-        assert (code, text) == (0, f"FRESH  {path.name}\n")
+        commit = world.git("rev-parse", "HEAD")[:12]
+        notes = ["note     signature: unsigned"]
+        notes.append(f"note     commit: the files are those of commit {commit}")
+        found = [line for line in text.splitlines() if " run: " not in line]
+        assert (code, found) == (0, [*notes, f"FRESH  {path.name}"])
 
 
 def test_a_byte_in_a_kernel(world: World) -> None:
@@ -81,8 +86,8 @@ def test_a_case_in_the_list(world: World) -> None:
 @pytest.mark.parametrize("seal", [False, True])
 def test_a_case_in_the_receipt(world: World, seal: bool) -> None:
     other = "FLASH_ATTN_BACK(hsk=64,hsv=64,nh=4,nhkv=2,kv=41,nb=8)"
-    change(world.oracle, lambda body: body["cases"][0].update(case=other), seal)
-    code, text = world.verify(world.oracle)
+    path = change(world.oracle, lambda body: body["cases"][0].update(case=other), seal)
+    code, text = world.verify(path)
     assert code == 4
     assert (f"INVALID  id: changed after it was written: cases/0 ({other} on CPU)" in text) != seal
     assert f"INVALID  sums: {other} on CPU: seed" in text
@@ -90,8 +95,8 @@ def test_a_case_in_the_receipt(world: World, seal: bool) -> None:
 
 @pytest.mark.parametrize("seal", [False, True])
 def test_a_result(world: World, seal: bool) -> None:
-    change(world.oracle, lambda body: body["cases"][1]["parts"]["dk"].update(nmse="0.5"), seal)
-    code, text = world.verify(world.oracle)
+    path = change(world.oracle, lambda body: body["cases"][1]["parts"]["dk"].update(nmse="0.5"), seal)
+    code, text = world.verify(path)
     assert code == 4
     assert ("id: changed after it was written: cases/1 (FLASH_ATTN_BACK(hsk=32," in text) != seal
     assert "mask=swa:7,sinks=1) on CPU: dk: NMSE 0.5" in text
@@ -105,13 +110,163 @@ def test_a_better_result(world: World) -> None:
 
 
 def test_a_failure_turned_into_a_pass(world: World) -> None:
-    change(world.oracle, lambda body: body["cases"][0].update(status="failed", reason="dq: NMSE"), seal=True)
-    assert world.verify(world.oracle)[0] == 0  # an honest failure is a valid receipt
-    text = world.oracle.read_text().replace('"result":"FAILED"', '"result":"PASSED"')
-    world.oracle.write_text(text)
-    code, text = world.verify(world.oracle)
+    def fail(body: dict[str, Any]) -> None:
+        body["cases"][0].update(status="failed", reason="dq: NMSE")
+        body["ended"]["exit_code"] = 1
+
+    path = change(world.oracle, fail, seal=True)
+    code, text = world.verify(path)
+    assert code == 0  # an honest failure is a valid receipt
+    assert f"note     run: FAILED, exit code 1: {CASES[0]} on CPU" in text
+    assert text.endswith(f"FRESH  {path.name} (of a run that FAILED)\n")
+    path.write_text(path.read_text().replace('"result":"FAILED"', '"result":"PASSED"'))
+    code, text = world.verify(path)
     assert code == 4
     assert "sums: result is PASSED, but the cases give FAILED" in text
+
+
+def test_a_name(world: World) -> None:
+    other = world.oracle.rename(world.oracle.with_name("20260101T000000Z-oracle-0123456789ab.json"))
+    code, text = world.verify(other)
+    assert code == 4
+    assert f"INVALID  id: the file of this receipt is named {world.oracle.name}" in text
+
+
+def test_a_case_that_stands_twice(world: World) -> None:
+    path = change(world.oracle, lambda body: body["cases"].append(body["cases"][0]), seal=True)
+    code, text = world.verify(path)
+    assert code == 4
+    assert f"INVALID  sums: {CASES[0]} on CPU: 2 times" in text
+
+
+def test_a_measurement_that_stands_twice(world: World) -> None:
+    def twice(body: dict[str, Any]) -> None:
+        body["perf"]["measurements"].append(body["perf"]["measurements"][0])
+
+    code, text = world.verify(change(world.perf, twice, seal=True))
+    assert code == 4
+    assert f"INVALID  sums: {CASES[0]} on CPU, {statement.OPERATOR} backward: 2 times" in text
+
+
+def test_an_end_before_the_start(world: World) -> None:
+    path = change(world.oracle, lambda body: body.update(finished="2020-01-01T00:00:00Z"), seal=True)
+    code, text = world.verify(path)
+    assert code == 4
+    assert "INVALID  sums: finished 2020-01-01T00:00:00Z before it started" in text
+
+
+# ---- cases that are left out ----
+
+FILTER = "hsk=64,.*kv=1,"
+LISTED = len(cases.load(cases.CASES))
+
+
+def body_of(path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = statement.read(path)["predicate"]["receipt"]
+    return found
+
+
+@pytest.fixture(scope="module")
+def filtered(tmp_path_factory: pytest.TempPathFactory, original: World) -> World:
+    """A checkout whose oracle's receipt is about the part of the list that a filter selects."""
+    world = original.copy(tmp_path_factory.mktemp("filtered") / "checkout")
+    out = world.root / "filtered"
+    words = ("-b", "CPU", "--libs", str(libraries()), "--receipts", str(out), "-p", FILTER)
+    assert world.run("oracle", *words).returncode == 0
+    (world.oracle,) = out.iterdir()
+    return world
+
+
+def leave_out(body: dict[str, Any]) -> None:
+    del body["cases"][1]
+
+
+def leave_out_and_say_so(body: dict[str, Any]) -> None:
+    leave_out(body)
+    body["selection"]["selected"] = statement.cases_digest(record["case"] for record in body["cases"])
+
+
+def leave_out_of_the_list(body: dict[str, Any]) -> None:
+    leave_out_and_say_so(body)
+    body["selection"]["listed"] = body["selection"]["selected"]
+    body["counts"]["listed"] = len(body["cases"])
+
+
+def test_a_filter_is_named(filtered: World) -> None:
+    code, text = filtered.verify(filtered.oracle)
+    assert code == 0
+    assert f"note     run: {len(body_of(filtered.oracle)['cases'])} of {LISTED} cases: -p {FILTER!r}" in text
+
+
+@pytest.mark.parametrize(
+    ("edit", "words"),
+    [
+        (leave_out, "INVALID  sums: {left} cases on CPU are not the {all} that were selected"),
+        (
+            leave_out_and_say_so,
+            "INVALID  sums: selection: -p {filter} selects {all} cases of {file}, the receipt is about {left}",
+        ),
+        (
+            leave_out_of_the_list,
+            "INVALID  sums: selection: {left} cases listed are not those of {file}",
+        ),
+        (
+            lambda body: body["selection"]["filter"].update(params=None),
+            "INVALID  sums: selection: no filter selects {listed}",
+        ),
+        (
+            lambda body: body["selection"]["devices"].append("CUDA0"),
+            "INVALID  sums: 0 cases on CUDA0 are not the {all}",
+        ),
+        (lambda body: body["selection"].update(devices=[]), "INVALID  sums: cases on CPU, which was not selected"),
+    ],
+)
+def test_cases_that_are_left_out(filtered: World, tmp_path: Path, edit: Callable[[Any], Any], words: str) -> None:
+    path = change(Path(shutil.copy(filtered.oracle, tmp_path)), edit, seal=True)
+    code, text = filtered.verify(path)
+    count, file = len(body_of(filtered.oracle)["cases"]), cases.CASES.relative_to(ROOT)
+    assert code == 4
+    assert words.format(left=count - 1, all=count, listed=LISTED, filter=repr(FILTER), file=file) in text
+
+
+def test_an_early_receipt_says_what_it_does_not_hold(filtered: World, tmp_path: Path) -> None:
+    def early(body: dict[str, Any]) -> None:
+        body["schema"] = "1.0.0"
+        for name in ("ended", "selection", "checks"):
+            del body[name]
+
+    path = change(Path(shutil.copy(filtered.oracle, tmp_path)), early, seal=True)
+    code, text = filtered.verify(path)
+    assert code == 0
+    assert "note     run: an early receipt (schema 1.0.0) that does not hold the run's exit code" in text
+    assert f"note     run: {len(body_of(filtered.oracle)['cases'])} of {LISTED} cases\n" in text
+    path = change(path, lambda body: body.update(schema="1.1.0"), seal=True)
+    assert "'ended' is a required property" in filtered.verify(path)[1]
+
+
+# ---- how a run ended ----
+
+
+def fail_and_say_nothing(body: dict[str, Any]) -> None:
+    body["cases"][0].update(status="failed", reason="dq: NMSE")
+
+
+@pytest.mark.parametrize(
+    ("edit", "words"),
+    [
+        (fail_and_say_nothing, "exit code 0, but 1 cases or checks failed"),
+        (lambda body: body["ended"].update(exit_code=1), "exit code 1 without a reason"),
+        (lambda body: body.update(partial=True), "exit code 0, but the run is partial"),
+        (
+            lambda body: body["checks"].append({"name": "x", "found": "1.0", "limit": "1e-05", "passed": True}),
+            "x: 1.0 of at most 1e-05 is not what passed or the limits say",
+        ),
+    ],
+)
+def test_an_exit_code_that_contradicts_the_cases(world: World, edit: Callable[[Any], Any], words: str) -> None:
+    code, text = world.verify(change(world.oracle, edit, seal=True))
+    assert code == 4
+    assert f"INVALID  sums: {words}" in text
 
 
 @pytest.mark.parametrize("seal", [False, True])
@@ -120,8 +275,7 @@ def test_a_sample(world: World, seal: bool) -> None:
         samples = body["perf"]["measurements"][0]["timings"][0]["samples_ns"]  # type: ignore[index]
         samples[:] = [1, 1, 1, 1, *samples[4:]]
 
-    change(world.perf, faster, seal)
-    code, text = world.verify(world.perf)
+    code, text = world.verify(change(world.perf, faster, seal))
     assert code == 4
     assert ("id: changed after it was written: perf/0 (FLASH_ATTN_BACK(hsk=64," in text) != seal
     assert "flash_attn_back: warm L2, host clock: median_ns is" in text
@@ -171,13 +325,30 @@ def test_a_wrong_key(world: World, tmp_path: Path) -> None:
     assert world.run("receipt", "sign", str(world.oracle), "--key", str(ours[0])).returncode == 0
     code, text = world.verify(world.oracle, "--key", str(ours[1]))
     assert code == 0
-    assert "signature: signed by key" in text
+    assert "signature: signed by ours.pub.pem, key" in text
     code, text = world.verify(world.oracle, "--key", str(theirs[1]))
     assert code == 4
     assert f"INVALID  signature: {signing.envelope_path(world.oracle).name} is not signed by theirs.pub.pem" in text
     code, text = world.verify(world.perf, "--key", str(ours[1]))
     assert code == 4
     assert "INVALID  signature: no signature" in text
+
+
+def test_a_key_of_the_repository(world: World, tmp_path: Path) -> None:
+    ours, theirs = keypair(tmp_path / "ours"), keypair(tmp_path / "theirs")
+    signing.sign(world.oracle, ours[0])
+    assert "note     signature: not checked: no key in receipts/keys" in world.verify(world.oracle)[1]
+    keys = world.root / signing.KEYS
+    keys.mkdir()
+    shutil.copy(theirs[1], keys)
+    code, text = world.verify(world.oracle)
+    assert code == 4
+    assert "is not signed by theirs.pub.pem" in text
+    shutil.copy(ours[1], keys)
+    code, text = world.verify(world.oracle)
+    assert code == 0
+    assert "note     signature: signed by ours.pub.pem, key" in text
+    assert "note     signature: unsigned" in world.verify(world.perf)[1]
 
 
 def test_keys_of_a_kind_that_nobody_knows(world: World, tmp_path: Path) -> None:
@@ -218,10 +389,9 @@ def test_line_ends_only(world: World) -> None:
         world.edit(path, lambda data: data.replace(b"\n", b"\r\n"))
     code, text = world.verify(world.oracle, "--sources-only")
     assert code == 0
-    assert text.splitlines() == [
+    assert [line for line in text.splitlines() if " files: " in line] == [
         f"note     files: {KERNEL} differs in line ends only",
         "note     files: ggml/tests/flash-attn-back-limits.def differs in line ends only",
-        f"FRESH  {world.oracle.name}",
     ]
 
 
@@ -312,9 +482,9 @@ def test_what_a_training_recorded(training: Path, edit: Callable[[dict[str, Any]
     ],
 )
 def test_a_training_that_contradicts_itself(training: Path, edit: Callable[[dict[str, Any]], Any], words: str) -> None:
-    change(training, lambda body: edit(body["train"]), seal=True)
-    assert verify.exit_code(verify.check(training)) == verify.INVALID
-    assert words in told(training)[0]
+    path = change(training, lambda body: edit(body["train"]), seal=True)
+    assert verify.exit_code(verify.check(path)) == verify.INVALID
+    assert words in told(path)[0]
 
 
 def test_a_limit_of_a_training(training: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -329,17 +499,17 @@ def test_a_training_of_an_early_receipt_is_shown_and_is_invalid_in_words(trainin
             del body["train"][name]
         del body["train"]["runs"]["control"]
 
-    change(training, early, seal=True)
-    assert told(training) == [
+    path = change(training, early, seal=True)
+    assert told(path) == [
         "sums: training: no schedule, no noise, no losses of the control run, which receipts hold by now; train again"
     ]
-    assert "schedule not recorded" in receipt.summary(statement.read(training))
+    assert "schedule not recorded" in receipt.summary(statement.read(path))
 
 
 def test_two_trainings_that_differ(training: Path) -> None:
     other = training.with_name("other.json")
     shutil.copy(training, other)
-    change(other, lambda body: body["train"]["schedule"].update(lr="0.001"), seal=True)
+    other = change(other, lambda body: body["train"]["schedule"].update(lr="0.001"), seal=True)
     lines = receipt.differences(statement.read(training), statement.read(other))
     assert list(lines) == ["train    lr: 0.0003 -> 0.001"]
 
