@@ -42,7 +42,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
-from . import cuda, digest, errors, ggml, statement, stress, train
+from . import cuda, errors, ggml, statement, stress, summary, train
 from .cases import OP
 from .digest import ROOT
 
@@ -179,8 +179,13 @@ def run(args: argparse.Namespace) -> int:
         boxes[step] = float(seconds)
     args.out.mkdir(parents=True, exist_ok=True)
     with (args.out / "log.txt").open("a", encoding="utf-8") as log:
-        states = _Check(args, boxes, log).run(steps)
+        states = _Check(args, boxes, log, steps).run(steps)
     print(f"results in {args.out}", file=sys.stderr)
+    return exit_code(states)
+
+
+def exit_code(states: set[str]) -> int:
+    """Of a check whose steps ended in these states."""
     if "LOST" in states:
         return errors.Lost.exit_code
     return 1 if states & {"FAILED", "TIME"} else 0 if "ok" in states else errors.Environment.exit_code
@@ -195,7 +200,9 @@ def heed_interrupts() -> None:
 class _Check:
     """Runs steps one after the other, or beside the soak, and keeps summary.json current."""
 
-    def __init__(self, args: argparse.Namespace, boxes: dict[str, float], log: TextIO) -> None:
+    def __init__(self, args: argparse.Namespace, boxes: dict[str, float], log: TextIO, asked: Sequence[str]) -> None:
+        libs = ggml.find_libraries(args.libs, args.preset)
+        self._summary = summary.Summary(args.out, libs, args.backend, args.seed, asked)
         self._args, self._boxes, self._log, self._lock = args, boxes, log, threading.Lock()
         self._found: dict[str, dict[str, Any]] = {}
         self._stopped = threading.Event()
@@ -242,8 +249,7 @@ class _Check:
         with self._lock:
             self._found[step] = found
             steps = {name: self._found[name] for name in BOXES if name in self._found}
-            summary = {"device": self._args.backend, "patch": digest.patch_digest(), "steps": steps}
-            (self._args.out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+            self._summary.write(steps, exit_code({found["state"] for found in steps.values()}))
             print(f"{step:11} {found['state']:9} {found['seconds']:8.1f} s  {found['text']}", flush=True)
 
 
@@ -469,7 +475,8 @@ def _resumed(
     code = None if None in codes else 1 if aborted or failed else max(code for code in codes if code is not None)
     if code not in (None, 0, 1):
         text = next(last for ended, last in ends if ended == code)
-    return _state(code, text, failed=failed, aborted=aborted, refusals=dict(refusals.most_common()))
+    found = {"counts": dict(counts), "failed": failed, "aborted": aborted, "refusals": dict(refusals.most_common())}
+    return _state(code, text, **found)
 
 
 def _random(runner: _Runner) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from . import commits, digest, errors, options, signing, statement, verify
+from . import commits, cuda, digest, errors, figures, options, signing, statement, verify
 from .digest import ROOT
 from .statement import Document
 
@@ -74,6 +74,7 @@ def write(
     monitor: dict[str, Any] | None = None,
     perf: dict[str, Any] | None = None,
     train: dict[str, Any] | None = None,
+    bench: dict[str, Any] | None = None,
 ) -> Path:
     """Write the receipt of a run below `directory` and return its path; see statement.build."""
     document = statement.build(
@@ -92,6 +93,7 @@ def write(
         perf=perf,
         monitor=monitor,
         train=train,
+        bench=bench,
     )
     return statement.save(directory, document)
 
@@ -153,6 +155,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--key", type=Path, required=True, metavar="PEM", help="private key: openssl genpkey -algorithm ed25519"
     )
 
+    add = verbs.add_parser(
+        "add",
+        help=f"put receipts into {DIRECTORY.name}/, each in the place of an older one of the same run, on pages too",
+    )
+    add.add_argument("receipts", nargs="+", type=Path, metavar="FILE")
+
     verbs.add_parser(
         "commit", help=f"write {commits.CARRIED}, from which a copy of this checkout without its git proves its commit"
     )
@@ -169,7 +177,15 @@ def run(args: argparse.Namespace) -> int:
     """Dispatch on the action."""
     if "receipts" in args:
         args.receipts = _without_signatures([find(name) for name in args.receipts])
-    verbs = {"show": _show, "verify": _verify, "diff": _diff, "sign": _sign, "index": _index, "commit": _commit}
+    verbs = {
+        "show": _show,
+        "verify": _verify,
+        "diff": _diff,
+        "sign": _sign,
+        "index": _index,
+        "commit": _commit,
+        "add": _add,
+    }
     return verbs[args.action](args)
 
 
@@ -275,6 +291,51 @@ def _index(args: argparse.Namespace) -> int:
     return 0
 
 
+def _add(args: argparse.Namespace) -> int:
+    """Every receipt first, then the changes: a wrong one changes nothing."""
+    read = [(path, statement.read(path)) for path in args.receipts]
+    for path, _ in read:
+        wrong = [f for f in verify.check(path, sources_only=True) if f.code == verify.INVALID]
+        if wrong:
+            raise errors.Invalid(f"{path.name}: {wrong[0].text}")
+    for _, document in read:
+        new = statement.save(DIRECTORY, document)
+        print(new.relative_to(ROOT))
+        for old in listed():
+            if old != new and old.exists() and _same(statement.read(old)) == _same(document) and old.name < new.name:
+                _supersede(old, new)
+    return 0
+
+
+_WHERE = {"--receipts", "--out", "--libs", "--timeout", "--threads", "--vocabulary", "--text"}
+"""Options that say where and how long a run may work."""
+
+
+def _same(document: Document) -> tuple[Any, ...]:
+    """What receipts of the same run share: verb, options but for _WHERE, the kernel path that CUDA was held to."""
+    body = document["predicate"]["receipt"]
+    words, kept = iter(body["argv"]), []
+    for word in words:
+        if word in _WHERE:
+            next(words, None)
+        elif word.partition("=")[0] not in _WHERE:
+            kept.append(word)
+    return body["mode"], body["environment"]["variables"].get(cuda.KERNEL_PATH), "bench" in body, *kept
+
+
+def _supersede(old: Path, new: Path) -> None:
+    """Quote a receipt in the place of an older one of the same run, and delete that."""
+    for page in pages():
+        text = before = page.read_text(encoding="utf-8")
+        for a, b in ((old.name, new.name), (_id12(old), _id12(new))):
+            text = text.replace(a, b)
+        if text != before:
+            statement.replace(page, text.encode())
+    for path in (old, signing.envelope_path(old)):
+        path.unlink(missing_ok=True)
+    print(f"  in the place of {old.relative_to(ROOT)}")
+
+
 def _commit(_: argparse.Namespace) -> int:
     print(commits.carry(ROOT).relative_to(ROOT))
     found = commits.revision(ROOT, [f["path"] for f in statement.inputs("oracle")])
@@ -342,6 +403,10 @@ def markdown(documents: Sequence[Document]) -> str:
     if timed:
         sections.append(performance_table(timed))
     for document in documents:
+        if "check" in document["predicate"]["receipt"]:
+            sections.append(steps_table(document["predicate"]["receipt"]["check"]))
+        if "bench" in document["predicate"]["receipt"]:
+            sections.append(bench_table(document["predicate"]["receipt"]["bench"]))
         if "train" in document["predicate"]["receipt"]:
             sections.append(training(document["predicate"]["receipt"]["train"]))
             sections.append(runs_table(document["predicate"]["receipt"]["train"]))
@@ -412,6 +477,36 @@ def runs_table(train: dict[str, Any]) -> str:
     labels = {"off": "off", "on": "on", "control": f"off, weights {train.get('noise', '?')} apart"}
     head = ("flash attention", "first loss", "last loss", "furthest from off", "step, ms", "compute buffers, MiB")
     return _table(head, (row(name, label) for name, label in labels.items() if name in losses))
+
+
+def bench_table(bench: dict[str, Any]) -> str:
+    """Memory and time of a training step by context, flash attention off and on."""
+    runs = {(run["ctx"], run["flash_attn"]): run for run in bench["runs"]}
+
+    def memory(run: dict[str, Any], key: str) -> str:
+        fits = "" if run["exit_code"] == 0 else ", does not fit"
+        return f"{run['memory_bytes'][key] / 2**20:.0f}{fits}" if run["memory_bytes"].get(key) else "-"
+
+    def step(run: dict[str, Any]) -> str:
+        times = [nanoseconds / 1e9 for nanoseconds in run["steps_ns"][1:]]
+        return f"{statistics.median(times):.3g} ({min(times):.3g} .. {max(times):.3g})" if times else "-"
+
+    rows = []
+    for ctx in sorted({ctx for ctx, _ in runs}):
+        off, on = runs[ctx, False], runs[ctx, True]
+        cells = [memory(run, key) for key in ("compute", "peak") for run in (off, on)]
+        rows.append((str(ctx), *cells, step(off), step(on)))
+    head = ("compute buffers off, MiB", "on", "peak of the device off, MiB", "on", "step off, s", "on")
+    return _table(("context", *head), rows)
+
+
+def steps_table(check: dict[str, Any]) -> str:
+    """What each step of gpu-check found."""
+    rows = (
+        (name, step["state"], f"{float(step['seconds']):.0f}", step["text"].replace("|", r"\|"))
+        for name, step in check["steps"].items()
+    )
+    return _table(("step", "state", "seconds", "result"), rows)
 
 
 def checks_table(train: dict[str, Any]) -> str:
@@ -544,6 +639,11 @@ def differences(old: Document, new: Document) -> Iterable[str]:
             yield f"result   {name}: {then[name]['status']} -> {now[name]['status']} {now[name]['reason']}".rstrip()
         else:
             yield from _moved(name, then[name], now[name])
+    if "check" in a and "check" in b:
+        left, right = ({n: f"{s['state']} {s['text']}" for n, s in d["check"]["steps"].items()} for d in (a, b))
+        for name in sorted(left.keys() | right.keys()):
+            if left.get(name) != right.get(name):
+                yield f"step     {name}: {left.get(name, 'not asked')} -> {right.get(name, 'not asked')}"
     if "train" in a and "train" in b:
         then, now = _trained(a["train"]), _trained(b["train"])
         for name in sorted(then.keys() | now.keys()):
@@ -612,6 +712,10 @@ def listed(root: Path = ROOT) -> list[Path]:
     return [path for path in found if not path.name.endswith(signing.SUFFIX)]
 
 
+def _id12(path: Path) -> str:
+    return path.stem.rpartition("-")[2]
+
+
 @dataclasses.dataclass(frozen=True)
 class Kept:
     """A receipt of the repository, read and verified by sources alone."""
@@ -621,6 +725,11 @@ class Kept:
     origin: commits.Origin
     state: str
     """ "fresh", "stale" or "invalid"."""
+
+    @property
+    def id12(self) -> str:
+        """The first 12 digits of its id, as its file name has them."""
+        return _id12(self.path)
 
 
 class Shelf:
@@ -636,11 +745,35 @@ class Shelf:
                 code = verify.exit_code(verify.examine(document, path, history, sources_only=True, root=root))
                 origin = commits.origin(document["predicate"]["receipt"], history)
                 state = {0: "fresh", verify.STALE: "stale"}.get(code, "invalid")
-                self.kept[path.stem.rpartition("-")[2]] = Kept(path, document, origin, state)
+                kept = Kept(path, document, origin, state)
+                self.kept[kept.id12] = kept
+        self._quoting: dict[str, list[Path]] = {}
+        for page in pages(root):
+            for id12 in self.quoted(page.read_text(encoding="utf-8")):
+                self._quoting.setdefault(id12, []).append(page)
+
+    def of(self, name: str, figure: str | None = None) -> list[Kept]:
+        """The receipt of an id; of `gpucheck` those of the newest checks, as many as give every step once, or the one
+        that ran the figure's step."""
+        if name != "gpucheck":
+            return [self.kept[name]] if name in self.kept else []
+        found, known = [], set[str]()
+        checks = [one for one in self.kept.values() if "check" in one.document["predicate"]["receipt"]]
+        for one in sorted(checks, key=lambda one: one.path.name, reverse=True):
+            steps = one.document["predicate"]["receipt"]["check"]["steps"].keys()
+            if steps - known and (figure is None or figure.partition(".")[0] in steps - known):
+                found.append(one)
+            known |= steps
+        return found
+
+    def quoted(self, text: str) -> list[str]:
+        """The receipts that a page quotes or takes figures from."""
+        marks = [one.id12 for mark in _MARKED.finditer(text) for one in self.of(mark[2], mark[3])]
+        return sorted({*quoted(text), *marks})
 
     def quoting(self, id12: str) -> list[Path]:
         """The pages that quote a receipt."""
-        return [page for page in pages(self.root) if id12 in quoted(page.read_text(encoding="utf-8"))]
+        return self._quoting.get(id12, [])
 
 
 def index(shelf: Shelf) -> str:
@@ -650,8 +783,10 @@ def index(shelf: Shelf) -> str:
     for id12, kept in shelf.kept.items():
         body = kept.document["predicate"]["receipt"]
         used = {record["device"] for record in statement.tried(body)}
-        if "train" in body:
-            used.add({"cpu": "CPU", "cuda": "CUDA0"}[body["train"]["device"]])
+        if "check" in body:
+            used = {device["name"] for device in body["devices"]}
+        if trained := body.get("train") or body.get("bench"):
+            used.add({"cpu": "CPU", "cuda": "CUDA0"}[trained["device"]])
         devices = "; ".join(f"{d['name']} {d['description']}" for d in body["devices"] if d["name"] in used)
         result = kept.document["predicate"]["result"] + (", partial" if body["partial"] else "")
         link = f"[`{id12}`]({kept.path.name})"
@@ -685,6 +820,12 @@ def _what(body: Document) -> str:
     if body["perf"]:
         peers = sorted({r["who"].partition(" ")[0] for r in body["perf"]["measurements"]} - {statement.OPERATOR})
         return f"perf: {ran} shapes" + (f", with {', '.join(peers)}" if peers else "")
+    if "check" in body:
+        rest = f", {counts['skipped']} not run" if counts["skipped"] else ""
+        return f"{body['mode']}: {counts['ok']} of {ran} steps ok{rest}"
+    if "bench" in body:
+        contexts = sorted({run["ctx"] for run in body["bench"]["runs"]})
+        return f"train: {body['bench']['shape']['name']}, contexts of {', '.join(map(str, contexts))}"
     if "train" in body:
         return f"train: {body['train']['shape']['name']}, {counts['ok']} of {ran} checks ok"
     records = [r for r in body["cases"] if r["parts"]]
@@ -708,21 +849,51 @@ def pages(root: Path = ROOT) -> list[Path]:
     return [page for page in [root / "README.md", *sorted((root / "docs").glob("*.md"))] if page.is_file()]
 
 
-_TABLE = re.compile(r"(<!-- receipt ([0-9a-f]{12}) -->\n).*?(<!-- /receipt -->\n)", re.DOTALL)
+_MARKED = re.compile(
+    r"(<!-- receipt ([0-9a-f]{12}|gpucheck)(?: ([^\n]+?))? -->)(\n?)(.*?)(<!-- /receipt -->)", re.DOTALL
+)
+"""What a page takes from receipts: a table between lines, or a figure by its name inside a line."""
 
 
 def tables(text: str, shelf: Shelf) -> str:
-    """A page with every block `<!-- receipt ID -->` ... `<!-- /receipt -->` filled from that receipt."""
+    """A page with what stands between `<!-- receipt ID -->` and `<!-- /receipt -->` filled from that receipt: the
+    tables that fit it, or with `<!-- receipt ID NAME -->` a figure (`figures.NAMES`).
 
-    def fill(block: re.Match[str]) -> str:
-        if block[2] not in shelf.kept:
-            return block[0]
-        kept = shelf.kept[block[2]]
-        perf = kept.document["predicate"]["receipt"]["perf"]
-        link = f"\n\nFrom receipt [`{block[2]}`](/receipts/{kept.path.name}).\n"
-        return block[1] + (peers_table(perf) if perf else correctness_table([kept.document])) + link + block[3]
+    In the place of an id, `gpucheck` is the newest check that ran a step. errors.Usage for a figure that it lacks."""
 
-    return _TABLE.sub(fill, text)
+    def fill(mark: re.Match[str]) -> str:
+        head, name, figure, line, _, end = mark.groups()
+        kept = shelf.of(name, figure)
+        if not kept:
+            return mark[0]
+        if not figure:
+            return f"{head}\n{_quotation(kept)}\n{end}"
+        try:
+            return f"{head}{line}{figures.figure(kept[0].document, figure)}{end}"
+        except KeyError:
+            raise errors.Usage(
+                f"receipt {name} has no figure {figure!r}", f"the figures are:\n{figures.NAMES}"
+            ) from None
+
+    return _MARKED.sub(fill, text)
+
+
+def _quotation(kept: Sequence[Kept]) -> str:
+    """The tables of a receipt, or of the newest checks that ran each step, and links to them."""
+    body = kept[0].document["predicate"]["receipt"]
+    links = ", ".join(f"[`{one.id12}`](/receipts/{one.path.name})" for one in kept)
+    if "check" in body:
+        steps: dict[str, Any] = {}
+        for one in kept:
+            steps = {**one.document["predicate"]["receipt"]["check"]["steps"], **steps}
+        table = steps_table({"steps": steps})
+    elif "bench" in body:
+        table = bench_table(body["bench"])
+    elif "train" in body:
+        table = runs_table(body["train"])
+    else:
+        table = peers_table(body["perf"]) if body["perf"] else correctness_table([kept[0].document])
+    return f"{table}\n\nFrom receipt{'s' if len(kept) > 1 else ''} {links}."
 
 
 def quoted(text: str) -> list[str]:
@@ -731,10 +902,15 @@ def quoted(text: str) -> list[str]:
     return sorted({by_path or by_id for by_path, by_id in found})
 
 
+def unfilled(text: str, shelf: Shelf) -> list[str]:
+    """What a page would take from checks that no receipt here holds: the text that stands there in its place."""
+    return [mark[5] for mark in _MARKED.finditer(text) if mark[2] == "gpucheck" and not shelf.of(mark[2], mark[3])]
+
+
 def quoted_problems(shelf: Shelf) -> Iterable[str]:
     """Receipts that README.md and docs/*.md quote and that are not fresh."""
     for page in pages(shelf.root):
-        for name in quoted(page.read_text(encoding="utf-8")):
+        for name in shelf.quoted(page.read_text(encoding="utf-8")):
             state = shelf.kept[name].state if name in shelf.kept else "missing"
             if state != "fresh":
                 yield f"{page.relative_to(shelf.root)} quotes receipt {name}, which is {state}"

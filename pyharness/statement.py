@@ -36,6 +36,7 @@ else:
 if TYPE_CHECKING:
     from .ggml import Library
     from .oracle import CaseResult, PartResult
+    from .summary import Folder
 
 Document = dict[str, Any]
 
@@ -127,7 +128,12 @@ def inputs(mode: str, extra: Iterable[tuple[str, Path]] = (), root: Path = ROOT)
 
     Roles: patch (the operator's sources), hooks (edits and pins), measure (harness modules that decide results),
     harness (the others); `extra` adds (role, path) for case lists and captures, outside the tree by name."""
-    measuring = {"perf": MEASURES_PERF, "train": MEASURES_TRAIN, "replay": MEASURES | {"replay"}}.get(mode, MEASURES)
+    measuring = {
+        "perf": MEASURES_PERF,
+        "train": MEASURES_TRAIN,
+        "replay": MEASURES | {"replay"},
+        "gpucheck": MEASURES_PERF | MEASURES_TRAIN | {"gpucheck"},
+    }.get(mode, MEASURES)
     found: dict[str, tuple[str, Path]] = {f"ggml/{path}": ("patch", root) for path in digest.sources(root)}
     found |= dict.fromkeys(("ggml/edits.toml", "ggml/upstream.toml"), ("hooks", root))
     for module in [*(root / "pyharness").rglob("*.py"), *(root / "pyharness/schema").glob("*.json")]:
@@ -176,8 +182,9 @@ def selection(
 # ---- the document ----
 
 
-def libraries(library: Library, root: Path = ROOT) -> list[dict[str, Any]]:
-    """The ggml libraries that this process really mapped, hashed, with the source digest that each answers."""
+def libraries(library: Library | Folder, root: Path = ROOT) -> list[dict[str, Any]]:
+    """The ggml libraries that this process really mapped, hashed, with the source digest that each answers; of a folder
+    all, without digests."""
     sources = {"base": library.source} | {d.name.rstrip("0123456789").lower(): d.source for d in library.devices()}
     found = []
     for path in library.mapped():
@@ -253,6 +260,11 @@ def measured_status(record: dict[str, Any], limit: float) -> str:
     return "ok" if within else "failed"
 
 
+_STEP = {"ok": "ok", "not run": "skipped", "FAILED": "failed", "TIME": "failed", "LOST": "failed"}
+"""What the state of a step of gpu-check means."""
+_ON = {True: "on", False: "off"}
+
+
 def outcome(body: Document) -> dict[str, Any]:
     """The test-result fields and counts that follow from a receipt's cases, measurements of the operator or checks.
 
@@ -261,6 +273,16 @@ def outcome(body: Document) -> dict[str, Any]:
     if body["perf"]:
         own = [r for r in body["perf"]["measurements"] if r["who"] == OPERATOR]
         found += [(measured_status(r, float(body["limits"]["nmse"])), name_of(r)) for r in own]
+    if "bench" in body:
+        found += [
+            (
+                "unsupported" if run["exit_code"] else "ok",
+                f"context {run['ctx']}, flash attention {_ON[run['flash_attn']]}",
+            )
+            for run in body["bench"]["runs"]
+        ]
+    if "check" in body:
+        found += [(_STEP[step["state"]], name) for name, step in body["check"]["steps"].items()]
     checks = [*body.get("checks", ()), *(body["train"]["checks"] if "train" in body else ())]
     found += [("ok" if check["passed"] else "failed", check["name"]) for check in checks]
     by_status: dict[str, list[str]] = {"ok": [], "failed": [], "unsupported": [], "skipped": []}
@@ -285,7 +307,7 @@ _REASONS = {errors.INTERRUPTED: "interrupted", errors.Environment.exit_code: "no
 
 def build(
     mode: str,
-    library: Library,
+    library: Library | Folder,
     results: Sequence[CaseResult],
     *,
     seed: int,
@@ -300,13 +322,17 @@ def build(
     perf: dict[str, Any] | None = None,
     monitor: dict[str, Any] | None = None,
     train: dict[str, Any] | None = None,
+    bench: dict[str, Any] | None = None,
+    check: dict[str, Any] | None = None,
     root: Path = ROOT,
 ) -> Document:
     """The document of one run; its id is set. `started` and `finished` are time.time(); `reason` says why the exit code
     is not 0 where no case or check failed."""
     extra = [("cases", path) for path in case_files]
-    if train:
+    if train or bench:
         extra += [("measure", root / "train/flash-attn-train.cpp"), ("measure", root / "cmake/llama.cmake")]
+    if check:
+        extra += [("harness", path) for path in (root / "tests").glob("*.py")]
     if any(r.case.capture for r in results):
         from . import capture_file
 
@@ -348,6 +374,8 @@ def build(
         "perf": perf,
         "monitor": monitor or {"device": None, "device_reason": "not monitored", "health": None},
         **({"train": train} if train else {}),
+        **({"bench": bench} if bench else {}),
+        **({"check": check} if check else {}),
     }
     return seal(body, listed=sum(len(cases.load(path)) for path in case_files))
 
@@ -469,7 +497,11 @@ def schema_errors(document: Any) -> list[str]:
     if texts:
         return texts
     body = document["predicate"]["receipt"]
-    return [*_contradictions(body["perf"]), *(_uneven(body["train"]) if "train" in body else ())]
+    return [
+        *_contradictions(body["perf"]),
+        *(_uneven(body["train"]) if "train" in body else ()),
+        *(_unpaired(body["bench"]) if "bench" in body else ()),
+    ]
 
 
 def _uneven(train: dict[str, Any]) -> Iterable[str]:
@@ -478,6 +510,17 @@ def _uneven(train: dict[str, Any]) -> Iterable[str]:
     for name, run in train["runs"].items():
         if not len(run["losses"]) == len(run["steps_ns"]) == steps:
             yield f"predicate/receipt/train/runs/{name}: not {steps} steps"
+
+
+def _unpaired(bench: dict[str, Any]) -> Iterable[str]:
+    """Runs of a training benchmark that lack the other setting of flash attention, or their steps."""
+    found = [(run["ctx"], run["flash_attn"]) for run in bench["runs"]]
+    for number_, run in enumerate(bench["runs"]):
+        place = f"predicate/receipt/bench/runs/{number_}"
+        if (run["ctx"], not run["flash_attn"]) not in found or found.count(found[number_]) > 1:
+            yield f"{place}: not one run with flash attention off and one with it on"
+        if len(run["losses"]) != len(run["steps_ns"]) or (run["exit_code"] == 0 and not run["losses"]):
+            yield f"{place}: no loss and time of each step"
 
 
 def _contradictions(perf: dict[str, Any] | None) -> Iterable[str]:

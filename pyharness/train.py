@@ -409,14 +409,7 @@ def stamp(
     number = statement.number
     (start,) = runs["on"].all("start")
     train = {
-        "device": args.device,
-        "shape": {"name": args.shape, **dataclasses.asdict(tiny.SHAPES[args.shape])},
-        "text_sha256": statement.sha256(text),
-        "model_sha256": statement.sha256(model),
-        "programs": [
-            {"name": file.name, "digest": {"sha256": statement.sha256(file)}}
-            for file in (program, next(program.parent.glob("libllama.so*")).resolve())
-        ],
+        **trained(args, program, model, text),
         "schedule": {
             "steps": args.steps,
             "ctx": start["n_ctx"],
@@ -425,14 +418,7 @@ def stamp(
             "warmup": args.warmup,
         },
         "noise": number(NOISE),
-        "runs": {
-            name: {
-                "losses": [number(loss) for loss in one.losses],
-                "steps_ns": [round(seconds * 1e9) for seconds in one.seconds],
-                "memory_bytes": {key: one.memory(key) for key in ("model", "context", "compute", "peak", "process")},
-            }
-            for name, one in runs.items()
-        },
+        "runs": {name: measured(one) for name, one in runs.items()},
         "gradients": {name: number(error) for name, error in gradients.items()},
         "checks": [
             {"name": c.name, "found": number(c.found), "limit": number(c.limit), "passed": c.passed} for c in checks
@@ -443,6 +429,33 @@ def stamp(
         case_files=[], exit_code=int(not all(check.passed for check in checks)), train=train,
     )  # fmt: skip
     print(f"receipt {path}", file=sys.stderr)
+
+
+def trained(args: argparse.Namespace, program: Path, model: Path, text: Path) -> dict[str, Any]:
+    """What was trained with what, as a receipt records it."""
+    from . import statement
+
+    return {
+        "device": args.device,
+        "shape": {"name": args.shape, **dataclasses.asdict(tiny.SHAPES[args.shape])},
+        "text_sha256": statement.sha256(text),
+        "model_sha256": statement.sha256(model),
+        "programs": [
+            {"name": file.name, "digest": {"sha256": statement.sha256(file)}}
+            for file in (program, next(program.parent.glob("libllama.so*")).resolve())
+        ],
+    }
+
+
+def measured(one: Run) -> dict[str, Any]:
+    """Losses, times and memory of a run, as a receipt records them."""
+    from . import statement
+
+    return {
+        "losses": [statement.number(loss) for loss in one.losses],
+        "steps_ns": [round(seconds * 1e9) for seconds in one.seconds],
+        "memory_bytes": {key: one.memory(key) for key in ("model", "context", "compute", "peak", "process")},
+    }
 
 
 def capture(args: argparse.Namespace, program: Path, model: Path, text: Path, common: dict[str, Any]) -> None:
@@ -512,6 +525,11 @@ BOX = 150.0
 
 def bench(args: argparse.Namespace, program: Path, model: Path, text: Path, common: dict[str, Any]) -> int:
     """Step time and memory by context, flash attention off and on; on a GPU the longest context of a 24 GiB card."""
+    from . import receipt
+
+    started = time.time()
+    library = None if args.no_receipt else load(program.parent)
+    timed: list[dict[str, Any]] = []
     record: dict[str, Any] = {"device": args.device, "shape": args.shape, "runs": [], "longest": {}}
 
     def attempt(**options: Any) -> Run:
@@ -524,6 +542,8 @@ def bench(args: argparse.Namespace, program: Path, model: Path, text: Path, comm
     for ctx in CONTEXTS[args.device]:
         for fa in ("off", "on"):
             one = attempt(steps=4 + 2**13 // ctx, fa=fa, ctx=ctx)
+            ended = {"exit_code": one.exit_code, "problem": one.problem}
+            timed.append({"ctx": ctx, "flash_attn": fa == "on", **ended, **measured(one)})
             times = one.seconds[1:] or [float("nan")]
             print(
                 f"{ctx:7}  {fa:3}  {statistics.median(times):9.4f}  {min(times):.4f} .. {max(times):.4f}  "
@@ -544,4 +564,12 @@ def bench(args: argparse.Namespace, program: Path, model: Path, text: Path, comm
         longest = record["longest"].get(fa, "none")
         print(f"longest of 512, 1024, 2048, ... on {CARD >> 30} GiB, flash attention {fa}: {longest}")
     (args.out / "bench.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    if library:
+        longest = {"card_bytes": CARD, **record["longest"]} if record["longest"] else None
+        found = {**trained(args, program, model, text), "runs": timed, "longest": longest}
+        path = receipt.write(
+            args.receipts, "train", library, [], seed=0, partial=False, started=started, finished=time.time(),
+            case_files=[], exit_code=0, bench=found,
+        )  # fmt: skip
+        print(f"receipt {path}", file=sys.stderr)
     return 0

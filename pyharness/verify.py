@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from . import cases, commits, errors, signing, statement
+from . import cases, commits, errors, signing, statement, summary
 from .digest import ROOT
 from .statement import Document
 
@@ -73,7 +73,7 @@ def examine(
     found += files(document, root, str(origin) if origin.commit or origin.recorded else "")
     if not sources_only:
         found += _libraries(document, libs, root)
-    return found + list(_run(document, root)) + list(_commit(origin, history))
+    return found + list(_run(document, path, root)) + list(_commit(origin, history))
 
 
 def _signature(path: Path, key: Path | None, root: Path) -> Iterator[Finding]:
@@ -100,9 +100,13 @@ def _signature(path: Path, key: Path | None, root: Path) -> Iterator[Finding]:
     yield Finding("signature", INVALID, "; ".join(problems))
 
 
-def _run(document: Document, root: Path) -> Iterator[Finding]:
+def _run(document: Document, path: Path, root: Path) -> Iterator[Finding]:
     """How the run went, and how much of its list it is about."""
     body, predicate = document["predicate"]["receipt"], document["predicate"]
+    if "check" in body:
+        absent = [name for name in body["check"]["receipts"] if not path.with_name(name).exists()]
+        if absent:
+            yield Finding("run", OK, f"receipts of its steps that do not lie beside it: {_names(absent)}")
     lacking = [name for name in ("ended", "selection", "checks") if name not in body]
     if lacking:
         what = "the run's exit code, the digest of its case list, its filter and its checks"
@@ -183,7 +187,7 @@ def exit_code(findings: list[Finding]) -> int:
 def _identity(document: Document, path: Path) -> Iterator[Finding]:
     body = document["predicate"]["receipt"]
     if statement.identify(document) == body["id"]:
-        if path.name != statement.file_name(body):
+        if path.name != statement.file_name(body) and (path.name, body["mode"]) != (summary.FILE, summary.MODE):
             yield Finding("id", INVALID, f"the file of this receipt is named {statement.file_name(body)}")
         return
     edited = []
@@ -231,6 +235,10 @@ def sums(document: Document) -> Iterator[str]:
         yield from (f"{statement.name_of(record)}, {record['who']}: {text}" for text in _perf_sums(record, body))
     if "train" in body:
         yield from _train_sums(body["train"])
+    if "check" in body:
+        check = body["check"]
+        for step in [step for step in check["asked"] if step not in check["steps"]] * (not body["partial"]):
+            yield f"step {step} was to run and is missing, but the run is not partial"
     yield from _monitor_sums(body["monitor"])
 
 

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from pyharness import ggml, statement, train
 from pyharness.digest import ROOT
 
@@ -129,3 +131,27 @@ def make(root: Path) -> World:
     (world.oracle,) = (root / "receipts").glob("*-oracle-*.json")
     (world.perf,) = (root / "receipts").glob("*-perf-*.json")
     return world
+
+
+def timed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The receipt of a training benchmark in which a context without flash attention does not fit."""
+    for name in (train.PROGRAM, "model.gguf", "text.txt"):
+        (folder / name).write_text(name)
+
+    def execute(*_: Any, ctx: int, fa: str, steps: int, **__: Any) -> train.Run:
+        compute = ctx << (21 if fa == "off" else 20)
+        events: list[dict[str, Any]] = [{"event": "memory", "compute": compute, "peak": 2 * compute}]
+        if fa == "off" and ctx > 600:
+            return train.Run([], 1, events, "error: out of memory")
+        events += [{"event": "step", "loss": 9.5 - i, "seconds": 0.5 - i / 100} for i in range(steps)]
+        return train.Run([], 0, events, "")
+
+    described = {"device": "cpu", "shape": {"name": "tiny"}, "text_sha256": "0" * 64, "model_sha256": "1" * 64}
+    monkeypatch.setattr(train, "execute", execute)
+    monkeypatch.setattr(train, "trained", lambda *_: described | {"programs": []})
+    monkeypatch.setattr(train, "load", lambda _: ggml.Library.open(libraries()))
+    out = folder / "receipts"
+    args = Namespace(device="cpu", shape="tiny", out=folder, receipts=out, no_receipt=False)
+    assert train.bench(args, folder / train.PROGRAM, folder / "model.gguf", folder / "text.txt", {}) == 0
+    (path,) = out.iterdir()
+    return path

@@ -43,7 +43,8 @@ def check(tmp_path: Path) -> Check:
     def run(*words: str) -> tuple[int, dict[str, Any]]:
         common = ("--preset", "cpu", "-b", "CPU", "--out", str(tmp_path / "out"), "--threads", "1")
         code = cli.main(["gpucheck", *words, *common])
-        return code, json.loads((tmp_path / "out/summary.json").read_text())["steps"]
+        found = statement.read(tmp_path / "out/summary.json")["predicate"]["receipt"]
+        return code, found["check"]["steps"]
 
     return run
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from receipt_world import CASES, KERNEL, World, change, libraries, make, trained
+from receipt_world import CASES, KERNEL, World, change, libraries, make, timed, trained
 
 from pyharness import cases, errors, ggml, receipt, signing, statement, train, verify
 from pyharness.digest import ROOT
@@ -512,6 +512,39 @@ def test_two_trainings_that_differ(training: Path) -> None:
     other = change(other, lambda body: body["train"]["schedule"].update(lr="0.001"), seal=True)
     lines = receipt.differences(statement.read(training), statement.read(other))
     assert list(lines) == ["train    lr: 0.0003 -> 0.001"]
+
+
+# ---- a training benchmark ----
+
+
+@pytest.fixture
+def benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, library: ggml.Library) -> Path:
+    del library
+    return timed(tmp_path, monkeypatch)
+
+
+def test_a_benchmark_shows_memory_and_time_by_context(benchmark: Path) -> None:
+    assert told(benchmark) == []
+    document = statement.read(benchmark)
+    text = receipt.summary(document)
+    assert "| 512 | 1024 | 512 | 2048 | 1024 | 0.4 (0.31 .. 0.49) | 0.4 (0.31 .. 0.49) |" in text
+    assert "| 2048 | 4096, does not fit | 2048 | 8192, does not fit | 4096 | - | 0.46 (0.43 .. 0.49) |" in text
+    assert receipt._what(document["predicate"]["receipt"]) == "train: tiny, contexts of 512, 1024, 2048"
+    assert document["predicate"]["warnedTests"] == [f"context {ctx}, flash attention off" for ctx in (1024, 2048)]
+
+
+@pytest.mark.parametrize(
+    ("edit", "words"),
+    [
+        (lambda body: body["runs"].pop(), "not one run with flash attention off and one with it on"),
+        (lambda body: body["runs"].append(body["runs"][0]), "not one run with flash attention off and one with it on"),
+        (lambda body: body["runs"][1]["steps_ns"].pop(), "bench/runs/1: no loss and time of each step"),
+    ],
+)
+def test_a_benchmark_that_contradicts_itself(benchmark: Path, edit: Callable[[Any], Any], words: str) -> None:
+    path = change(benchmark, lambda body: edit(body["bench"]), seal=True)
+    assert verify.exit_code(verify.check(path)) == verify.INVALID
+    assert words in " ".join(told(path))
 
 
 def keypair(stem: Path, key: Any = None) -> tuple[Path, Path]:
