@@ -210,7 +210,10 @@ class History:
     def __bool__(self) -> bool:
         return bool(self._trees)
 
-    def __contains__(self, commit: str) -> bool:
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._trees)
+
+    def __contains__(self, commit: object) -> bool:
         return commit in self._trees
 
     def first(self, files: Sequence[Input]) -> str | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-import statistics
+from collections.abc import Callable
 from typing import Any
 
 from . import statement
@@ -14,7 +14,7 @@ NAMES = """ok, failed, unsupported, skipped, listed
 repeats        runs of each case
 nmse [PART]    the worst NMSE of a part, of all by default
 ms REGEX       median of the operator's backward, warm L2, of the one case that the expression finds
-mib on|off [CONTEXT]
+mib|gib on|off [CONTEXT]
                compute buffers of a training with flash attention on or off
 STEP[.MEMBER]...
                what a step of gpu-check says, or a member of what it found
@@ -27,7 +27,9 @@ def figure(document: Document, name: str) -> str:
     kind, _, rest = name.partition(" ")
     if kind in body["counts"] and not rest:
         return str(body["counts"][kind])
-    found = {"repeats": _repeats, "nmse": _nmse, "ms": _ms, "mib": _mib}.get(kind, _step)(body, rest or kind)
+    found = {"repeats": _repeats, "nmse": _nmse, "ms": _ms, "mib": _memory(20), "gib": _memory(30)}.get(kind, _step)(
+        body, rest or kind
+    )
     if found is None:
         raise KeyError(name)
     return found
@@ -52,13 +54,19 @@ def _ms(body: Document, pattern: str) -> str | None:
     return f"{float(perf.best_clock(found[0], 'warm')['median_ns']) / 1e6:.3g}" if len(found) == 1 else None
 
 
-def _mib(body: Document, which: str) -> str | None:
-    state, _, context = which.partition(" ")
-    if "bench" in body:
-        runs = [r for r in body["bench"]["runs"] if (str(r["ctx"]), r["flash_attn"]) == (context, state == "on")]
-    else:
-        runs = [run for name, run in body.get("train", {"runs": {}})["runs"].items() if name == state and not context]
-    return f"{statistics.median(run['memory_bytes']['compute'] for run in runs) / 2**20:.0f}" if runs else None
+def _memory(unit: int) -> Callable[[Document, str], str | None]:
+    """Of 2^unit bytes."""
+
+    def figure(body: Document, which: str) -> str | None:
+        state, _, context = which.partition(" ")
+        if "bench" in body:
+            runs = [r for r in body["bench"]["runs"] if (str(r["ctx"]), r["flash_attn"]) == (context, state == "on")]
+        else:
+            trained = body["train"]["runs"] if "train" in body and not context else {}
+            runs = [trained[state]] if state in trained else []
+        return f"{runs[0]['memory_bytes']['compute'] / 2**unit:.{unit // 30}f}" if len(runs) == 1 else None
+
+    return figure
 
 
 def _step(body: Document, path: str) -> str | None:

@@ -126,7 +126,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     verbs = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
 
     show = verbs.add_parser("show", help="what receipts say")
-    show.add_argument("receipts", nargs="+", type=Path, metavar="RECEIPT", help="file or id")
+    show.add_argument("receipts", nargs="+", type=Path, metavar="RECEIPT")
     form = show.add_mutually_exclusive_group()
     form.add_argument("--md", action="store_true", help="the reviewer's two tables: correctness by part, performance")
     form.add_argument("--json", action="store_true", help="the documents")
@@ -135,7 +135,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     check = verbs.add_parser(
         "verify", help="schema, id, signature, sums, files, libraries; exit 0, 4 invalid, 6 stale, 1 not reproduced"
     )
-    check.add_argument("receipts", nargs="+", type=Path, metavar="RECEIPT", help="file or id")
+    check.add_argument("receipts", nargs="+", type=Path, metavar="RECEIPT")
     check.add_argument("--key", type=Path, metavar="PEM", help="demand a signature by this ed25519 public key")
     check.add_argument("--check-libs", type=Path, metavar="DIR", help="demand that DIR holds the libraries that ran")
     check.add_argument("--sources-only", action="store_true", help="do not compare libraries")
@@ -146,11 +146,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     diff = verbs.add_parser(
         "diff", help="what differs between two receipts: limits, cases, files, results; exit 1 when something does"
     )
-    diff.add_argument("old", type=Path, help="file or id")
-    diff.add_argument("new", type=Path, help="file or id")
+    diff.add_argument("old", type=Path)
+    diff.add_argument("new", type=Path)
 
     sign = verbs.add_parser("sign", help="sign a receipt with an ed25519 key (DSSE)")
-    sign.add_argument("receipts", nargs="+", type=Path, metavar="RECEIPT", help="file or id")
+    sign.add_argument("receipts", nargs="+", type=Path, metavar="RECEIPT")
     sign.add_argument(
         "--key", type=Path, required=True, metavar="PEM", help="private key: openssl genpkey -algorithm ed25519"
     )
@@ -176,7 +176,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Dispatch on the action."""
     if "receipts" in args:
-        args.receipts = _without_signatures([find(name) for name in args.receipts])
+        args.receipts = _without_signatures(args.receipts)
     verbs = {
         "show": _show,
         "verify": _verify,
@@ -187,17 +187,6 @@ def run(args: argparse.Namespace) -> int:
         "add": _add,
     }
     return verbs[args.action](args)
-
-
-def find(name: Path) -> Path:
-    """A receipt by its file or by the first digits, six or more, of its id in DIRECTORY; errors.Usage for several."""
-    if name.exists() or not re.fullmatch("[0-9a-f]{6,64}", str(name)):
-        return name
-    found = sorted(DIRECTORY.glob(f"*-{str(name)[:12]}*.json"))
-    found = [path for path in found if not path.name.endswith(signing.SUFFIX)]
-    if len(found) > 1:
-        raise errors.Usage(f"{name}: {' and '.join(path.name for path in found)}", "give more digits")
-    return found[0] if found else name
 
 
 def _without_signatures(paths: Sequence[Path]) -> list[Path]:
@@ -259,7 +248,7 @@ def _verdict(code: int) -> str:
 
 
 def _diff(args: argparse.Namespace) -> int:
-    lines = list(differences(*(statement.read(find(name)) for name in (args.old, args.new))))
+    lines = list(differences(statement.read(args.old), statement.read(args.new)))
     print("\n".join(lines) or "no difference in files, limits, cases, results, libraries or environment")
     return 1 if lines else 0
 
@@ -801,7 +790,7 @@ def index(shelf: Shelf) -> str:
         "# Receipts\n\n"
         "Written by runs, listed by `python -m pyharness receipt index`. Fresh: every file that the receipt stands on\n"
         "lies in this tree with the same content. The commit has all these files; DIRTY: none is known to.\n"
-        f"{signed} of {len(rows)} are signed. `python -m pyharness receipt verify ID` checks one.\n\n"
+        f"{signed} of {len(rows)} are signed. `python -m pyharness receipt verify FILE` checks one.\n\n"
         + (table if rows else "None yet.")
         + "\n"
     )

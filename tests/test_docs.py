@@ -10,11 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from pyharness import cases, cli
+from pyharness import cases, cli, commits, receipt
 from pyharness.digest import ROOT
 
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), ROOT / "tests/data/README.md"])
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+
+
+@pytest.fixture(scope="module")
+def shelf() -> receipt.Shelf:
+    return receipt.Shelf()
 
 
 def anchors(page: Path) -> set[str]:
@@ -80,3 +85,24 @@ def test_every_test_of_a_public_report_is_there() -> None:
                 continue
             source = (ROOT / "tests" / (file or "test_public_reports.py")).read_text(encoding="utf-8")
             assert f"def test_{re.split('[.[]', name)[0]}" in source, proof
+
+
+@each_page
+def test_a_figure_that_no_receipt_holds_yet_names_its_commit(page: Path, shelf: receipt.Shelf) -> None:
+    text = page.read_text(encoding="utf-8")
+    for figure in receipt.unfilled(text, shelf):
+        assert re.search("commit `[0-9a-f]{7,40}`", figure), figure
+
+
+@each_page
+def test_no_figure_begins_a_line_which_would_end_the_paragraph(page: Path) -> None:
+    assert not re.findall(r"^ {0,3}<!-- receipt \w+ [^-].*", page.read_text(encoding="utf-8"), re.MULTILINE)
+
+
+@each_page
+def test_every_commit_that_is_named_is_in_the_history(page: Path) -> None:
+    with commits.History(ROOT) as history:
+        if not history:
+            pytest.skip("no history")
+        for commit in re.findall(r"commit `([0-9a-f]{7,40})`", page.read_text(encoding="utf-8")):
+            assert any(known.startswith(commit) for known in history), commit

@@ -167,6 +167,7 @@ def test_memory_of_a_training_is_that_of_its_context_or_its_runs() -> None:
         bench={"runs": [run(8) | {"ctx": 512, "flash_attn": False}, run(2) | {"ctx": 512, "flash_attn": True}]}
     )
     assert [figures.figure(timed, f"mib {state} 512") for state in ("off", "on")] == ["8", "2"]
+    assert figures.figure(body(train={"runs": {"on": run(7 << 9)}}), "gib on") == "3.5"
     with pytest.raises(KeyError):
         figures.figure(timed, "mib on 1024")
 

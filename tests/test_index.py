@@ -153,14 +153,3 @@ def test_the_index_names_the_pages_that_quote_a_receipt(world: World) -> None:
     perf, oracle = sorted(rows.values(), reverse=True)
     assert oracle.endswith("| fresh | [README.md](../README.md), [docs/a.md](../docs/a.md) |")
     assert perf.endswith("| fresh |  |")
-
-
-def test_a_receipt_is_named_by_its_file_or_its_id(world: World) -> None:
-    id12 = world.oracle.stem.rpartition("-")[2]
-    done = world.run("receipt", "verify", id12, "--sources-only")
-    assert (done.returncode, done.stdout.splitlines()[-1]) == (0, f"FRESH  {world.oracle.name}")
-    assert world.run("receipt", "diff", id12[:6], str(world.oracle)).returncode == 0
-    shutil.copy(world.oracle, world.oracle.with_name(f"20200101T000000Z-oracle-{id12}.json"))
-    done = world.run("receipt", "show", id12)
-    assert done.returncode == errors.Usage.exit_code
-    assert "give more digits" in done.stderr
