@@ -756,9 +756,10 @@ class Shelf:
         return found
 
     def quoted(self, text: str) -> list[str]:
-        """The receipts that a page quotes or takes figures from."""
+        """The receipts that a page takes figures from, or quotes by path or by id: 12 digits of each."""
+        found = re.findall(r"receipts/[\w.-]+-([0-9a-f]{12})\.json|receipt `?([0-9a-f]{12})\b", text)
         marks = [one.id12 for mark in _MARKED.finditer(text) for one in self.of(mark[2], mark[3])]
-        return sorted({*quoted(text), *marks})
+        return sorted({*marks, *(by_path or by_id for by_path, by_id in found)})
 
     def quoting(self, id12: str) -> list[Path]:
         """The pages that quote a receipt."""
@@ -883,12 +884,6 @@ def _quotation(kept: Sequence[Kept]) -> str:
     else:
         table = peers_table(body["perf"]) if body["perf"] else correctness_table([kept[0].document])
     return f"{table}\n\nFrom receipt{'s' if len(kept) > 1 else ''} {links}."
-
-
-def quoted(text: str) -> list[str]:
-    """The receipts that a page quotes, by path or as "receipt `<id>`": the first 12 digits of their ids."""
-    found = re.findall(r"receipts/[\w.-]+-([0-9a-f]{12})\.json|receipt `?([0-9a-f]{12})\b", text)
-    return sorted({by_path or by_id for by_path, by_id in found})
 
 
 def unfilled(text: str, shelf: Shelf) -> list[str]:

@@ -6,10 +6,14 @@ signature it does not stop somebody who makes up a whole receipt; with one it sa
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import math
 import os
 import random
+import signal
+import threading
+import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -25,6 +29,8 @@ if TYPE_CHECKING:
     from .train import Check
 
 OK, FAILED, INVALID, STALE = 0, 1, 4, 6
+SECONDS = 10.0
+"""That applying a receipt's filter again may take."""
 
 
 @dataclass(frozen=True)
@@ -140,18 +146,44 @@ def _selected(body: Document, chosen: dict[str, Any], root: Path) -> Iterator[Fi
         return
     if statement.fingerprint(root, chosen["file"])["sha256_lf"] != then:
         return  # stale, which `files` finds
-    here = cases.random_cases(words["random"], body["seed"]) if words["random"] else cases.load(root / chosen["file"])
-    if statement.cases_digest(map(str, here)) != listed:
-        yield Finding("sums", INVALID, f"selection: {listed['count']} cases listed are not those of {chosen['file']}")
-        return
+    again: list[cases.Case] = []
     try:
-        again = cases.select(here, words["op"], words["params"])
-    except errors.Failure as e:
-        yield Finding("sums", INVALID, f"selection: {e}")
+        with _within(SECONDS), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of odd expressions
+            here = (
+                cases.random_cases(words["random"], body["seed"])
+                if words["random"]
+                else cases.load(root / chosen["file"])
+            )
+            same = statement.cases_digest(map(str, here)) == listed
+            again = cases.select(here, words["op"], words["params"]) if same else []
+    except (errors.Failure, OverflowError, RecursionError, MemoryError, TimeoutError) as e:
+        yield Finding("sums", INVALID, f"selection: {chosen['file']} and {' '.join(given) or 'no filter'}: {e!r}")
         return
-    if statement.cases_digest(map(str, again)) != selected:
+    if not same:
+        yield Finding("sums", INVALID, f"selection: {listed['count']} cases listed are not those of {chosen['file']}")
+    elif statement.cases_digest(map(str, again)) != selected:
         text = f"selection: {' '.join(given) or 'no filter'} selects {len(again)} cases of {chosen['file']}"
         yield Finding("sums", INVALID, f"{text}, the receipt is about {selected['count']}")
+
+
+@contextlib.contextmanager
+def _within(seconds: float) -> Iterator[None]:
+    """TimeoutError where what a receipt gives, an expression or a number of random cases, takes longer than this; only
+    in the main thread, which alone signals reach."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def late(*_: object) -> None:
+        raise TimeoutError(f"not done after {seconds:g} s")
+
+    before, timer = signal.signal(signal.SIGALRM, late), signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, *timer)
+        signal.signal(signal.SIGALRM, before)
 
 
 def _commit(origin: commits.Origin, history: commits.History) -> Iterator[Finding]:

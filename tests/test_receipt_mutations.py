@@ -229,6 +229,25 @@ def test_cases_that_are_left_out(filtered: World, tmp_path: Path, edit: Callable
     assert words.format(left=count - 1, all=count, listed=LISTED, filter=repr(FILTER), file=file) in text
 
 
+@pytest.mark.parametrize(
+    ("edit", "words"),
+    [
+        (lambda chosen: chosen["filter"].update(params="(" + "[^!]*" * 40 + ")*!"), "TimeoutError"),
+        (lambda chosen: chosen["filter"].update(params="a{99999999999}"), "OverflowError"),
+        (lambda chosen: chosen["filter"].update(params="("), "not a regular expression"),
+        (lambda chosen: chosen["filter"].update(random=10**15), "TimeoutError"),
+        (lambda chosen: chosen.update(file=KERNEL), "not a case"),
+    ],
+)
+def test_a_selection_that_nobody_can_apply(
+    filtered: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, edit: Callable[[Any], Any], words: str
+) -> None:
+    monkeypatch.setattr(verify, "SECONDS", 0.5)
+    path = change(Path(shutil.copy(filtered.oracle, tmp_path)), lambda body: edit(body["selection"]), seal=True)
+    found = verify.check(path, sources_only=True, root=filtered.root)
+    assert [f.code for f in found if words in f.text] == [verify.INVALID], [f.text for f in found]
+
+
 def test_an_early_receipt_says_what_it_does_not_hold(filtered: World, tmp_path: Path) -> None:
     def early(body: dict[str, Any]) -> None:
         body["schema"] = "1.0.0"
