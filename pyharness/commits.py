@@ -204,7 +204,11 @@ class History:
     def __init__(self, root: Path) -> None:
         self._root = root
         whole = _is_checkout(root) and _git(root, "rev-parse", "--is-shallow-repository") == b"false\n"
-        lines = (_git(root, "log", "--topo-order", "--reverse", "--format=%H %T") or b"") if whole else b""
+        lines = (
+            (_git(root, "-c", "log.showSignature=false", "log", "--topo-order", "--reverse", "--format=%H %T") or b"")
+            if whole
+            else b""
+        )
         self._trees: dict[str, str] = dict(line.split() for line in lines.decode().splitlines())  # oldest first
 
     def __bool__(self) -> bool:
