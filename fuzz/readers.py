@@ -27,7 +27,7 @@ from typing import Any, TypeVar
 import gguf as gguf_format
 import numpy as np
 
-from pyharness import capture_file, digest, errors, receipt, signing, statement, tree, verify
+from pyharness import capture_file, digest, errors, receipt, signing, statement, tables, tree, verify
 
 T = TypeVar("T")
 
@@ -268,7 +268,7 @@ def receipts(data: bytes) -> None:
             receipt.summary(found[0])
             receipt.markdown([found[0]])
             if found[0]["predicate"]["receipt"]["perf"]:
-                receipt.peers_table(found[0]["predicate"]["receipt"]["perf"])
+                tables.peers_table(found[0]["predicate"]["receipt"]["perf"])
             list(receipt.differences(first, found[0]))
             list(receipt.differences(found[0], first))
         else:
@@ -456,7 +456,7 @@ def main() -> None:
     import atheris
 
     name = sys.argv.pop(1)
-    for module in (capture_file, receipt, signing, statement, tree, verify):
+    for module in (capture_file, receipt, signing, statement, tables, tree, verify):
         for value in vars(module).values():
             if callable(value) and getattr(value, "__module__", "") == module.__name__ and hasattr(value, "__code__"):
                 setattr(module, value.__name__, atheris.instrument_func(value))

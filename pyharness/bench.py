@@ -12,8 +12,8 @@ from . import cuda, errors
 if TYPE_CHECKING:
     from .ggml import Device, Library
 
-Sample = tuple[int, int | None]
-"""Host and device nanoseconds of one run; None where the device has no clock of its own."""
+Sample = tuple[int | None, int | None]
+"""Host and device nanoseconds of one run; None where the device has no clock of its own, or the host's says nothing."""
 
 
 class Bench:
@@ -29,7 +29,7 @@ class Bench:
             raise errors.Environment(f"{device.name}: no {size / 2**20:.0f} MiB to flush the cache with")
         self._value = 0
 
-    def time(self, graph: Any) -> Sample:
+    def time(self, graph: Any) -> tuple[int, int | None]:
         """Compute a graph once."""
         start = time.perf_counter_ns()
         if self._watch is None:

@@ -24,6 +24,7 @@ LETTERS = {"q": "dq", "k": "dk", "v": "dv", "s": "dsinks"}
 TESTS = Path(__file__).resolve().parent.parent / "ggml" / "tests"
 CASES = TESTS / "flash-attn-back-cases.def"
 PERF = TESTS / "flash-attn-back-perf.def"
+PERF_CPU = TESTS / "flash-attn-back-perf-cpu.def"
 GRAD = TESTS / "flash-attn-back-grad.def"
 LIMITS = TESTS / "flash-attn-back-limits.def"
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from . import statement
+from . import statement, timing
 from .statement import Document
 
 NAMES = """ok, failed, unsupported, skipped, listed
@@ -47,11 +47,9 @@ def _nmse(body: Document, part: str) -> str | None:
 
 
 def _ms(body: Document, pattern: str) -> str | None:
-    from . import perf
-
     measured = (body["perf"] or {"measurements": []})["measurements"]
     found = [r for r in measured if r["who"] == statement.OPERATOR and re.search(pattern, r["case"]) and r["timings"]]
-    return f"{float(perf.best_clock(found[0], 'warm')['median_ns']) / 1e6:.3g}" if len(found) == 1 else None
+    return f"{float(timing.best_clock(found[0], 'warm')['median_ns']) / 1e6:.3g}" if len(found) == 1 else None
 
 
 def _memory(unit: int) -> Callable[[Document, str], str | None]:

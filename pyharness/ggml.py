@@ -154,7 +154,7 @@ class Library:
     def path(self, device: Device, case: Case | Inputs) -> str:
         """Name of the kernel path that the device takes for a node that it runs, "" if it does not say."""
         with _Node(self, case) as node:
-            return self._path(self.handle(device), node.back)
+            return self.node_path(device, node.back)
 
     def prepare(self, device: Device, inputs: Inputs, threads: int = 0) -> Session:
         """The node on the device with its inputs uploaded. threads: of the CPU device, 0 = all cores."""
@@ -186,7 +186,9 @@ class Library:
         pointer = self.c.ggml_backend_reg_get_proc_address(self.c.ggml_backend_dev_backend_reg(handle), name.encode())
         return self.ffi.cast(kind, pointer) if pointer else None
 
-    def _path(self, handle: Any, back: Any) -> str:
+    def node_path(self, device: Device, back: Any) -> str:
+        """`path` of a FLASH_ATTN_BACK node that stands already."""
+        handle = self.handle(device)
         ask = self.proc(handle, "ggml_backend_flash_attn_back_path", "ggml_backend_flash_attn_back_path_t")
         return (self.text(ask(handle, back)) if ask else None) or ""
 
@@ -374,7 +376,7 @@ class Session:
             self.storages = self._node.storages  # the memory that they view
             self.graph = c.ggml_new_graph_custom(self._node.ctx, 16, False)
             c.ggml_build_forward_expand(self.graph, self.back)
-            self.path = library._path(library.handle(device), self.back)
+            self.path = library.node_path(device, self.back)
             self.backend = library.backend(device, threads)
             owned.callback(c.ggml_backend_free, self.backend)
             self._allocate(owned)
@@ -446,23 +448,7 @@ class Session:
 
     def result(self) -> Result:
         """Download the parts, look at the guard words and for elements that were not written."""
-        s, h, g, n, _ = self.inputs.sizes
-        count = self.inputs.kv_count
-        dk, dv = self.inputs.q.shape[3], self.inputs.d.shape[3]
-        shapes = {
-            "dq": (s, h, n, dk),
-            "dk": (s, g, count, dk),
-            "dv": (s, g, count, dv),
-            "lse": (s, h, n),
-            "d": (s, h, n),
-            "dsinks": (h,),
-        }
-        raw = self.library.download(self.back, np.float32)
-        parts = {}
-        for i, part in enumerate(PARTS):
-            if self._c.ggml_flash_attn_back_has(self.back, i):
-                first = int(self._c.ggml_flash_attn_back_offset(self.back, i)) // 4
-                parts[part] = raw[first : first + int(np.prod(shapes[part]))].reshape(shapes[part])
+        parts = parts_of(self.library, self.back, self.inputs)
         whole = hashlib.sha256()
         digests = {}
         for part, array in parts.items():
@@ -494,6 +480,28 @@ class Session:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def parts_of(library: Library, back: Any, inputs: Inputs) -> dict[str, NDArray[np.float32]]:
+    """Download the parts of a FLASH_ATTN_BACK node's result, in the shapes of reference.backward."""
+    s, h, g, n, _ = inputs.sizes
+    count = inputs.kv_count
+    dk, dv = inputs.q.shape[3], inputs.d.shape[3]
+    shapes = {
+        "dq": (s, h, n, dk),
+        "dk": (s, g, count, dk),
+        "dv": (s, g, count, dv),
+        "lse": (s, h, n),
+        "d": (s, h, n),
+        "dsinks": (h,),
+    }
+    raw = library.download(back, np.float32)
+    parts = {}
+    for i, part in enumerate(PARTS):
+        if library.c.ggml_flash_attn_back_has(back, i):
+            first = int(library.c.ggml_flash_attn_back_offset(back, i)) // 4
+            parts[part] = raw[first : first + int(np.prod(shapes[part]))].reshape(shapes[part])
+    return parts
 
 
 def find_libraries(libs: Path | None, preset: str) -> Path:

@@ -11,6 +11,7 @@ enum ggml_type {
     GGML_TYPE_F32, GGML_TYPE_F16, GGML_TYPE_BF16, GGML_TYPE_Q8_0, GGML_TYPE_I8, GGML_TYPE_I32, GGML_TYPE_I64,
     GGML_TYPE_COUNT, ... };
 enum ggml_op { GGML_OP_NONE, GGML_OP_CPY, GGML_OP_FLASH_ATTN_EXT, GGML_OP_FLASH_ATTN_BACK, ... };
+enum ggml_tensor_flag { GGML_TENSOR_FLAG_LOSS, ... };
 enum ggml_backend_dev_type { GGML_BACKEND_DEVICE_TYPE_CPU, GGML_BACKEND_DEVICE_TYPE_GPU, ... };
 
 struct ggml_context;
@@ -98,6 +99,7 @@ struct ggml_tensor * ggml_flash_attn_ext(
     struct ggml_tensor * mask,
     float scale, float max_bias, float logit_softcap);
 void ggml_flash_attn_ext_add_sinks(struct ggml_tensor * a, struct ggml_tensor * sinks);
+void ggml_flash_attn_ext_set_prec(struct ggml_tensor * a, enum ggml_prec prec);
 
 struct ggml_cgraph * ggml_new_graph_custom(struct ggml_context * ctx, size_t size, bool grads);
 void ggml_build_forward_expand(struct ggml_cgraph * cgraph, struct ggml_tensor * tensor);

@@ -15,7 +15,7 @@ steps
   large      publicly reported failures of sizes beyond 2^31 elements
   broken     an error of the device in the middle of a run: words and a partial receipt
   backend-ops  upstream's test-backend-ops in its four modes (perf on some shapes), where it was built
-  perf       timings with ggml's unfused graph and PyTorch beside them
+  perf       timings with ggml's unfused graph, PyTorch and FlashAttention-3 beside them
 
 Each step runs in processes of its own under a time box; one that is full is interrupted, and what was done is kept.
 With --beside soak the steps from oracle to public run while the soak does.
@@ -67,7 +67,7 @@ BOXES = {
     "large": 300,
     "broken": 60,
     "backend-ops": 600,
-    "perf": 900,
+    "perf": 1500,
 }
 """Seconds of each step's time box."""
 
@@ -607,6 +607,8 @@ def _perf(runner: _Runner) -> dict[str, Any]:
         "unfused",
         "--peer",
         "torch",
+        "--peer",
+        "fa3",
     )
     code, lines = runner.pyharness("perf", *words, *args.perf)
     verdicts = [line for line in lines if ": against " in line]

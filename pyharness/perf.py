@@ -1,13 +1,17 @@
 """Time the operator, and what else computes the same gradient, on the same tensors in the same process.
 
-A sample is one backward. Warm-ups come first and are not counted. With a warm L2 samples follow each other; with a
+Passes: `backward` is FLASH_ATTN_BACK alone, from q, k, v and dO; `forward+backward` is what a trainer pays for, both
+nodes in the graph that llama.cpp's autodiff builds (pair.py); `forward` is the first node of that graph alone. Peers
+have the same three; their backward alone starts from their forward's output and LSE.
+
+A sample is one run of a pass. Warm-ups come first and are not counted. With a warm L2 samples follow each other; with a
 cold one a buffer of twice the last-level cache is written before each. On CUDA the device's time is taken by events on
 the backend's own stream (see cuda.Stopwatch) and includes the gaps between the operator's kernels; host time is taken
 beside it, from before the launch until the device is done. Other backends have host time alone.
 
-Work is counted as the products that the wanted gradients need, each once, over unmasked pairs of query and key:
-S = Q K^T and dP = dO V^T always, dQ, dK, dV as wanted; 2 (3 Dk + 2 Dv) FLOP a pair for all. What a kernel computes
-twice counts once.
+Work is counted as the products that a pass needs, each once, over unmasked pairs of query and key. Forward:
+S = Q K^T and O = P V. Backward: S and dP = dO V^T always, dQ, dK, dV as wanted; 2 (3 Dk + 2 Dv) FLOP a pair for all.
+What a kernel computes twice counts once; both passes together are seven products.
 """
 
 from __future__ import annotations
@@ -29,10 +33,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from . import cases, cuda, errors, inputs, monitor, options, peers, receipt, reference, statement
+from . import cases, cuda, errors, inputs, monitor, options, peers, receipt, reference, statement, tables, timing
 from .bench import Bench, Sample
 from .inputs import Inputs
-from .statement import OPERATOR, Document
+from .peers import PASSES
+from .statement import OURS, Document
 
 if TYPE_CHECKING:
     from .cases import Case
@@ -40,60 +45,19 @@ if TYPE_CHECKING:
 
 RUNS = 20
 WARMUPS = 3
-FORMULA = (
-    "flop = 2 pairs (Dk + Dv) + 2 pairs Dk [dQ] + 2 window pairs Dk [dK] + 2 window pairs Dv [dV]; "
-    "pairs of all heads that the mask leaves"
-)
-FORMULA_FORWARD = "flop = 2 pairs (Dk + Dv); pairs of all heads that the mask leaves"
+_BACKWARD = "2 pairs (Dk + Dv) + 2 pairs Dk [dQ] + 2 window pairs Dk [dK] + 2 window pairs Dv [dV]"
+FORMULA = {
+    way: f"flop = {products}; pairs of all heads that the mask leaves"
+    for way, products in (
+        ("forward", "2 pairs (Dk + Dv)"),
+        ("backward", _BACKWARD),
+        ("forward+backward", f"2 pairs (Dk + Dv) + {_BACKWARD}"),
+    )
+}
 
 NO_CEILINGS = {"compute_flop_per_s": None, "memory_bytes_per_s": None, "how": ""}
 
-# ---- statistics ----
-
-
-def interval(samples: Sequence[int]) -> list[int]:
-    """95 % confidence interval of the median by order statistics: no assumption on the distribution.
-
-    With fewer than six samples no such interval exists and the range is given."""
-    ordered, n = sorted(samples), len(samples)
-    below, k = 0, 0
-    while k < n // 2 and (below + math.comb(n, k)) * 40 <= 2**n:
-        below += math.comb(n, k)
-        k += 1
-    return [ordered[max(k - 1, 0)], ordered[n - max(k, 1)]]
-
-
-def statistics(samples: Sequence[int]) -> dict[str, Any]:
-    """What a timing says about its samples, nanoseconds; the receipt keeps both."""
-    return {
-        "median_ns": statement.median(samples),
-        "mad_ns": statement.mad(samples),
-        "min_ns": min(samples),
-        "interval_ns": interval(samples),
-    }
-
-
-def compare(ours: dict[str, Any], theirs: dict[str, Any]) -> tuple[float, str]:
-    """How many times faster the first timing is than the second, and whether it is: "undecided" if intervals meet."""
-    ratio = float(theirs["median_ns"]) / float(ours["median_ns"])
-    if ours["interval_ns"][1] < theirs["interval_ns"][0]:
-        return ratio, "faster"
-    if ours["interval_ns"][0] > theirs["interval_ns"][1]:
-        return ratio, "slower"
-    return ratio, "undecided"
-
-
-def verdict_text(found: tuple[float, str]) -> str:
-    """ "2.31x faster", "0.8x, slower", "undecided"."""
-    ratio, verdict = found
-    return "undecided" if verdict == "undecided" else f"{ratio:.3g}x, {verdict}"
-
-
-def best_clock(record: dict[str, Any], l2: str) -> dict[str, Any]:
-    """The timing of a measurement to quote: the device's clock where there is one."""
-    found = [t for t in record["timings"] if t["l2"] == l2] or record["timings"]
-    timing: dict[str, Any] = min(found, key=lambda t: t["clock"] != "device")
-    return timing
+# ---- samples ----
 
 
 def against_base(measurements: Sequence[dict[str, Any]], base: Document, throttled: bool = False) -> dict[str, Any]:
@@ -106,10 +70,10 @@ def against_base(measurements: Sequence[dict[str, Any]], base: Document, throttl
     }
     comparisons = []
     for record in measurements:
-        for timing in record["timings"]:
-            key = (record["case"], record["device"], record["who"], record["pass"], timing["l2"], timing["clock"])
+        for t in record["timings"]:
+            key = (record["case"], record["device"], record["who"], record["pass"], t["l2"], t["clock"])
             if key in earlier:
-                ratio, verdict = compare(timing, earlier[key])
+                ratio, verdict = timing.compare(t, earlier[key])
                 names = dict(zip(("case", "device", "who", "pass", "l2", "clock"), key, strict=True))
                 settled = "undecided" if throttled or body["perf"]["throttled"] else verdict
                 comparisons.append({**names, "ratio": statement.number(ratio), "verdict": settled})
@@ -130,27 +94,27 @@ def sample(run: Callable[[], Sample], flush: Callable[[], None], runs: int, cold
             if l2 == "cold":
                 flush()
             found.append(run())
-        columns = {"device": [d for _, d in found if d is not None], "host": [h for h, _ in found]}
-        for clock, samples in columns.items():
-            if samples:
-                timings.append(
-                    {"l2": l2, "clock": clock, "warmups": WARMUPS, "samples_ns": samples, **statistics(samples)}
-                )
+        host, device = ([ns for ns in column if ns is not None] for column in zip(*found, strict=True))
+        timings += [
+            {"l2": l2, "clock": clock, "warmups": WARMUPS, "samples_ns": samples, **timing.statistics(samples)}
+            for clock, samples in (("device", device), ("host", host))
+            if samples
+        ]
     return timings
 
 
 # ---- work, floors, errors ----
 
 
-def work(given: Inputs, backward: bool = True) -> dict[str, Any]:
+def work(given: Inputs, way: str = "backward") -> dict[str, Any]:
     """Pairs and FLOP of a pass; null with the reason where the mask cannot be counted."""
     dk, dv = given.q.shape[3], given.d.shape[3]
-    formula = FORMULA if backward else FORMULA_FORWARD
     if given.mask is not None and np.isnan(given.mask[:, :, : given.sizes[3]]).any():
-        return {"pairs": None, "flop": None, "formula": formula, "reason": "unavailable: the mask holds NaN"}
+        return {"pairs": None, "flop": None, "formula": FORMULA[way], "reason": "unavailable: the mask holds NaN"}
     pairs = given.unmasked()
-    flop = 2 * pairs * (dk + dv)
-    if backward:
+    passes = way.split("+")
+    flop = 2 * pairs * (dk + dv) * len(passes)
+    if "backward" in passes:
         mask, window = given.mask, slice(given.kv_first, given.kv_first + given.kv_count)
         small = dataclasses.replace(
             given, k=given.k[:, :, window], v=given.v[:, :, window], mask=mask if mask is None else mask[..., window]
@@ -159,7 +123,7 @@ def work(given: Inputs, backward: bool = True) -> dict[str, Any]:
         flop += 2 * pairs * dk * ("dq" in given.grads) + 2 * in_window * (
             dk * ("dk" in given.grads) + dv * ("dv" in given.grads)
         )
-    return {"pairs": pairs, "flop": flop, "formula": formula, "reason": ""}
+    return {"pairs": pairs, "flop": flop, "formula": FORMULA[way], "reason": ""}
 
 
 def floor(traffic: int, flop: int | None, ceilings: dict[str, Any], median_ns: float) -> dict[str, Any]:
@@ -183,8 +147,9 @@ def nmse(got: NDArray[Any], want: NDArray[np.float64]) -> float:
 class Truth:
     """The float64 reference of a case, over everything or over one KV head's group of sequence 0."""
 
-    def __init__(self, given: Inputs, scope: str) -> None:
-        """`scope`: "slice" or "full"; ALiBi slopes depend on the number of heads, so such a case is always full."""
+    def __init__(self, given: Inputs, scope: str, output: bool = False) -> None:
+        """`scope`: "slice" or "full"; ALiBi slopes depend on the number of heads, so such a case is always full.
+        `output`: whether the forward's is wanted too."""
         s, h, hkv, _, _ = given.sizes
         whole = scope == "full" or given.max_bias > 0 or (s == 1 and hkv == 1)
         self.group = h if whole else h // hkv
@@ -206,15 +171,19 @@ class Truth:
                 mask=mask,
             )
         found = reference.backward(part)
-        self._want = {name: found[name] for name in ("dq", "dk", "dv") if name in found}
+        self._want: dict[str, NDArray[np.float64]] = {p: found[p] for p in ("dq", "dk", "dv") if p in found}
+        if output:
+            self._want["o"] = reference.forward(part)
 
     def error(self, parts: dict[str, NDArray[Any]]) -> dict[str, Any]:
-        """NMSE of each gradient in `parts` (shapes of the whole case)."""
-        heads = {"dq": self.group, "dk": self.kv_heads, "dv": self.kv_heads}
+        """NMSE of the output and of each gradient in `parts` (shapes of the whole case)."""
+        s = slice(self.sequences)
+        heads, kv_heads = slice(self.group), slice(self.kv_heads)
+        places = {"o": (s, slice(None), heads), "dq": (s, heads), "dk": (s, kv_heads), "dv": (s, kv_heads)}
         values = {
-            name: statement.number(nmse(parts[name][: self.sequences, : heads[name]], want))
-            for name, want in self._want.items()
-            if name in parts
+            name: statement.number(nmse(parts[name][places[name]], self._want[name]))
+            for name in places
+            if name in parts and name in self._want
         }
         return {"scope": self.scope, "nmse": values}
 
@@ -237,43 +206,40 @@ class Settings:
     budget: float  # seconds that a case may take by the compute floor
     ceilings: dict[str, Any]
     monitor: monitor.Monitor
+    passes: tuple[str, ...] = PASSES
 
 
 def measure(case: Case, settings: Settings) -> Iterator[dict[str, Any]]:
-    """The measurements of one case: the operator first, then the peers; a subject that cannot run says why."""
-    library, device = settings.library, settings.device
+    """The measurements of one case: the operator and its pair first, then the peers; a subject that cannot run says
+    why, and where neither of ours runs there are no others."""
+    library, device, threads = settings.library, settings.device, settings.threads
     given = inputs.make(case, settings.seed)
-    count = work(given)
+    plain, watch = peers.Plain(given), settings.monitor
 
-    def record(who: str, way: str, path: str = "", unavailable: str = "", **found: Any) -> dict[str, Any]:
+    @functools.cache
+    def count(way: str) -> dict[str, Any]:
+        return work(given, way)
+
+    @functools.cache
+    def truth() -> Truth:
+        return Truth(given, settings.error, output=any("forward" in way for way in settings.passes))
+
+    def record(who: str, way: str, unavailable: str = "", **found: Any) -> dict[str, Any]:
         entry: dict[str, Any] = {
             "case": str(case),
             "device": device.name,
             "seed": str(case.seed(settings.seed)),
             "who": who,
             "pass": way,
-            "path": path,
+            "path": "",
             "unavailable": unavailable,
             "timings": [],
-            "work": count if way == "backward" else work(given, backward=False),
+            "work": count(way),
             "memory": {"buffers_bytes": None, "peak_bytes": None},
             "floor": None,
             "error": None,
         }
         return entry | found
-
-    refusal = library.refusal(device, given)
-    rate = settings.ceilings["compute_flop_per_s"]
-    least = (
-        count["flop"] / float(rate) * (settings.runs or RUNS) * (1 + settings.cold) if rate and count["flop"] else 0.0
-    )
-    if refusal is None and least > settings.budget:
-        refusal = f"not run: by the compute floor it takes {least:.0f} s or more; --budget SECONDS allows it"
-    if refusal is not None:
-        yield record(OPERATOR, "backward", unavailable=refusal)
-        return
-    truth = None if settings.error == "none" else Truth(given, settings.error)
-    watch = settings.monitor
 
     def peak(since: int, before: int | None) -> int | str | None:
         if watch.baseline is None:
@@ -283,47 +249,53 @@ def measure(case: Case, settings: Settings) -> Iterator[dict[str, Any]]:
         most = watch.peak(since, end)
         return "unknown" if most is None or before is None else max(0, most - before)
 
-    def begin() -> tuple[int, int | None]:
+    def subject(peer: peers.Peer) -> Iterator[dict[str, Any]]:
+        wanted = [way for way in peer.passes if way in settings.passes]
+        if not wanted:
+            return
         watch.sample()
-        return watch.mark(), watch.latest
-
-    since, before = begin()
-    with library.prepare(device, given, settings.threads) as session, Bench(library, device, session.backend) as bench:
-        timings = sample(lambda: bench.time(session.graph), bench.flush, settings.runs, settings.cold)
-        most = peak(since, before)
-        parts = session.result().parts if truth else {}
-        buffers = session.bytes
-        traffic = sum(
-            a.nbytes for a in (given.q, given.k, given.v, given.mask, given.sinks, given.o, given.d) if a is not None
-        )
-        if case.vview:
-            traffic -= given.v.nbytes
-        own = record(
-            OPERATOR,
-            "backward",
-            session.path,
-            timings=timings,
-            memory={"buffers_bytes": buffers, "peak_bytes": most},
-            error=truth.error(parts) if truth else None,
-        )
-        own["floor"] = floor(
-            traffic + session.result_bytes,
-            count["flop"],
-            settings.ceilings,
-            float(best_clock(own, "warm")["median_ns"]),
-        )
-    yield own
-    for peer in peers.all_of(settings.peers, library, device, given, settings.threads):
-        since, before = begin()
+        since, before = watch.mark(), watch.latest
         try:
             with peer:
-                for way in peer.passes:
+                for way in wanted:
                     timings = sample(functools.partial(peer.time, way), peer.flush, settings.runs, settings.cold)
-                    error = truth.error(peer.parts()) if truth and way == "backward" else None
                     memory = {"buffers_bytes": peer.bytes, "peak_bytes": peak(since, before)}
-                    yield record(peer.who, way, timings=timings, memory=memory, error=error)
+                    found = record(peer.name(way), way, timings=timings, memory=memory)
+                    if way != "forward":
+                        found["path"] = peer.path
+                    if settings.error != "none":
+                        parts = peer.parts()
+                        found["error"] = truth().error({p: parts[p] for p in peers.PARTS[way] if p in parts})
+                    if way in peer.traffic:
+                        median_ns = float(timing.best_clock(found, "warm")["median_ns"])
+                        found["floor"] = floor(peer.traffic[way], found["work"]["flop"], settings.ceilings, median_ns)
+                    yield found
         except peers.Unavailable as e:
-            yield record(peer.who, "backward", unavailable=str(e))
+            yield record(peer.name(wanted[-1]), wanted[-1], unavailable=str(e))
+
+    if too_long := _too_long(count("backward")["flop"], settings):
+        way = "backward" if "backward" in settings.passes else settings.passes[-1]
+        yield record(OURS[way], way, unavailable=too_long)
+        return
+    ran = False
+    for own in peers.ours(library, device, plain, threads):
+        for found in subject(own):
+            ran |= not found["unavailable"]
+            yield found
+    if ran:
+        for peer in peers.all_of(settings.peers, library, device, plain, threads):
+            yield from subject(peer)
+
+
+def _too_long(flop: int | None, settings: Settings) -> str:
+    """Why a case is not run whose backward has so many FLOP, "" if it is."""
+    rate = settings.ceilings["compute_flop_per_s"]
+    if not rate or not flop:
+        return ""
+    least = flop / float(rate) * (settings.runs or RUNS) * (1 + settings.cold)
+    if least <= settings.budget:
+        return ""
+    return f"not run: by the compute floor it takes {least:.0f} s or more; --budget SECONDS allows it"
 
 
 def ceilings(library: Library, device: Device, threads: int) -> dict[str, Any]:
@@ -394,6 +366,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--no-cold", action="store_true", help="warm L2 only")
     parser.add_argument(
+        "--pass",
+        dest="passes",
+        action="append",
+        choices=PASSES,
+        help="time this pass; may be repeated (default: all of them)",
+    )
+    parser.add_argument(
         "--peer",
         action="append",
         default=[],
@@ -433,6 +412,7 @@ def run(args: argparse.Namespace) -> int:
     """Measure the selected cases on the chosen devices, print, write the receipt; a case that fails ends the run."""
     if args.runs < 0:
         raise errors.Usage("--runs: a positive number of samples")
+    chosen = args.op or args.params or args.random or args.case_file is not cases.PERF  # is: not named by the user
     selected = options.select(args)
     base = statement.read(args.base) if args.base else None
     if base is not None and not base["predicate"]["receipt"]["perf"]:
@@ -485,6 +465,9 @@ def run(args: argparse.Namespace) -> int:
         receipt.check_source(library)
         otherwise, library.on_abort = library.on_abort, aborted
         devices = options.devices(args, library)
+        if not chosen and all(device.name == "CPU" for device in devices):
+            args.case_file = cases.PERF_CPU
+            selected = options.select(args)
         try:
             for device in devices:
                 limits = _given_ceilings(args) or ceilings(library, device, args.threads)
@@ -502,18 +485,19 @@ def run(args: argparse.Namespace) -> int:
                     budget=args.budget,
                     ceilings=limits,
                     monitor=watch,
+                    passes=tuple(way for way in PASSES if way in (args.passes or PASSES)),
                 )
                 for case in selected:
-                    print(f"{device.name} {case}", file=sys.stderr, flush=True)
+                    console = args.output == "console"
+                    print(f"{device.name} {case}", file=sys.stdout if console else sys.stderr, flush=True)
                     for record in measure(case, settings):
                         measurements.append(record)
-                        if args.output == "console":
+                        if console:
                             print(_line(record), flush=True)
         except (KeyboardInterrupt, MemoryError, errors.Failure) as error:
             stopped = error
         library.on_abort = otherwise
-    limit = cases.limits()["nmse"]
-    states = {statement.measured_status(r, limit) for r in measurements if r["who"] == OPERATOR}
+    states = set(statement.timed_cases(found, cases.limits()["nmse"]).values())
     code = 1 if "failed" in states else 0 if "ok" in states else errors.Environment.exit_code
     if stopped is not None:
         code = errors.exit_code(stopped)
@@ -546,24 +530,25 @@ def _ceiling_text(found: dict[str, Any]) -> str:
 
 def _line(record: dict[str, Any]) -> str:
     """A measurement for the console."""
-    head = f"{record['device']} {record['case']}\n" if record["who"] == OPERATOR else ""
     label = f"  {record['who']} {record['pass']}{' ' + record['path'] if record['path'] else ''}"
     if record["unavailable"]:
-        return f"{head}{label}: unavailable: {record['unavailable']}"
-    lines = [f"{head}{label}"]
-    for timing in record["timings"]:
-        low, high = (f"{value / 1e6:.4g}" for value in timing["interval_ns"])
+        return f"{label}: unavailable: {record['unavailable']}"
+    lines = [label]
+    for found in record["timings"]:
+        low, high = (f"{value / 1e6:.4g}" for value in found["interval_ns"])
         flop = record["work"]["flop"]
         speed = (
-            f"  {flop / float(timing['median_ns']) / 1e3:.4g} TFLOP/s"
+            f"  {flop / float(found['median_ns']) / 1e3:.4g} TFLOP/s"
             if flop
             else f"  FLOP/s {record['work']['reason']}"
         )
-        middle, spread, least = (float(timing[name]) / 1e6 for name in ("median_ns", "mad_ns", "min_ns"))
+        middle, spread, least = (float(found[name]) / 1e6 for name in ("median_ns", "mad_ns", "min_ns"))
         lines.append(
-            f"    {timing['l2']} L2, {timing['clock']:6} clock: median {middle:.4g} ms [{low}, {high}], "
-            f"MAD {spread:.2g}, min {least:.4g}, n={len(timing['samples_ns'])}{speed}"
+            f"    {found['l2']} L2, {found['clock']:6} clock: median {middle:.4g} ms [{low}, {high}], "
+            f"MAD {spread:.2g}, min {least:.4g}, n={len(found['samples_ns'])}{speed}"
         )
+        if shaky := timing.unstable(found):
+            lines.append(f"    {shaky}")
     notes = []
     if record["floor"] and record["floor"]["fraction"]:
         floors = {"memory": record["floor"]["memory_ns"], "compute": record["floor"]["compute_ns"]}
@@ -584,7 +569,7 @@ def _line(record: dict[str, Any]) -> str:
 COLUMNS = (
     "device", "case", "who", "pass", "path", "unavailable",
     "l2", "clock", "samples", "median_ns", "mad_ns", "min_ns", "low_ns", "high_ns",
-    "flop", "buffers_bytes", "peak_bytes", "nmse_dq", "nmse_dk", "nmse_dv",
+    "flop", "buffers_bytes", "peak_bytes", "nmse_o", "nmse_dq", "nmse_dk", "nmse_dv",
 )  # fmt: skip
 
 
@@ -597,23 +582,14 @@ def rows(measurements: Sequence[dict[str, Any]]) -> Iterator[tuple[Any, ...]]:
             record["work"]["flop"],
             record["memory"]["buffers_bytes"],
             record["memory"]["peak_bytes"],
-            *(error.get(p) for p in ("dq", "dk", "dv")),
+            *(error.get(p) for p in ("o", "dq", "dk", "dv")),
         )
         for t in record["timings"] or [None]:
-            timing = (
-                (None,) * 8
-                if t is None
-                else (
-                    t["l2"],
-                    t["clock"],
-                    len(t["samples_ns"]),
-                    t["median_ns"],
-                    t["mad_ns"],
-                    t["min_ns"],
-                    *t["interval_ns"],
-                )
-            )
-            yield (*head, *timing, *tail)
+            columns = (None,) * 8
+            if t is not None:
+                statistics = (t[name] for name in ("median_ns", "mad_ns", "min_ns"))
+                columns = (t["l2"], t["clock"], len(t["samples_ns"]), *statistics, *t["interval_ns"])
+            yield (*head, *columns, *tail)
 
 
 def _print(form: str, perf: dict[str, Any], watch: monitor.Monitor) -> None:
@@ -624,10 +600,11 @@ def _print(form: str, perf: dict[str, Any], watch: monitor.Monitor) -> None:
         writer.writerow(COLUMNS)
         writer.writerows(rows(perf["measurements"]))
     elif form == "md":
-        print(receipt.performance_table([perf]))
+        print(tables.performance_table([perf]))
     else:
         print("\n".join(comparisons(perf)))
-        print(f"work: {FORMULA}")
+        for way in dict.fromkeys(r["pass"] for r in perf["measurements"]):
+            print(f"work, {way}: {FORMULA[way]}")
         device, health = watch.report()["device"], watch.report()["health"]
         if device is None:
             print(f"GPU not watched: {watch.report()['device_reason']}")
@@ -641,16 +618,18 @@ def _print(form: str, perf: dict[str, Any], watch: monitor.Monitor) -> None:
 
 
 def comparisons(perf: dict[str, Any]) -> Iterator[str]:
-    """The operator against its peers and the base, a line each; nothing is called faster where intervals meet."""
-    measured = [r for r in perf["measurements"] if not r["unavailable"] and r["pass"] == "backward"]
-    for own in (r for r in measured if r["who"] == OPERATOR):
-        for peer in (
-            r for r in measured if r["who"] != OPERATOR and (r["case"], r["device"]) == (own["case"], own["device"])
-        ):
-            found = compare(best_clock(own, "warm"), best_clock(peer, "warm"))
+    """Ours against each peer's same pass and against the base, a line each; nothing is called faster where intervals
+    meet."""
+    measured = [r for r in perf["measurements"] if not r["unavailable"]]
+    own = {(r["device"], r["case"], r["pass"]): r for r in measured if r["who"] in OURS.values()}
+    for peer in (r for r in measured if r["who"] not in OURS.values()):
+        ours = own.get((peer["device"], peer["case"], peer["pass"]))
+        if ours:
+            found = timing.compare(timing.best_clock(ours, "warm"), timing.best_clock(peer, "warm"))
             settled = (found[0], "undecided") if perf["throttled"] else found
-            yield f"{own['device']} {own['case']}: against {peer['who']}: {verdict_text(settled)}"
+            what = f"{peer['device']} {peer['case']}: {peer['pass']}: against {peer['who']}"
+            yield f"{what}: {timing.verdict_text(settled)}"
     for found in (perf["base"] or {"comparisons": []})["comparisons"]:
-        text = verdict_text((float(found["ratio"]), found["verdict"]))
+        text = timing.verdict_text((float(found["ratio"]), found["verdict"]))
         what = f"{found['who']} {found['pass']}, {found['l2']} L2, {found['clock']} clock"
         yield f"{found['device']} {found['case']}: {what}, against base: {text}"

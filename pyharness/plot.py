@@ -12,12 +12,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from . import build, cases, commits, errors, perf
+from . import build, cases, commits, errors, timing
 from .statement import Document, worst_nmse
 
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#F0E442", "#000000")  # Okabe and Ito
 _MARKS = "osD^vPX*"
 _AXES = {"kv": "keys M", "nb": "queries N"}
+_PARTS = ("o", *(part for part in cases.PARTS if part != "o"))
 
 
 def draw(documents: Sequence[Document], directory: Path) -> list[Path]:
@@ -37,17 +38,17 @@ def draw(documents: Sequence[Document], directory: Path) -> list[Path]:
         found += _errors(body, directory)
         if body["perf"]:
             for number, (key, sweep) in enumerate(_sweeps(body["perf"]["measurements"])):
-                found += _sweep(body, key, sweep, directory / f"{body['id'][:12]}-{key}-{number}")
+                found += _sweep(body, key, sweep, directory / f"{body['id'][:12]}-{key}-{sweep[0]['pass']}-{number}")
     return found
 
 
 def _sweeps(measurements: Sequence[dict[str, Any]]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """Measured backwards whose cases differ in one of kv and nb alone."""
-    measured = [r for r in measurements if not r["unavailable"] and r["pass"] == "backward"]
+    """Measurements of one pass whose cases differ in one of kv and nb alone."""
+    measured = [r for r in measurements if not r["unavailable"]]
     for key in _AXES:
 
-        def others(record: dict[str, Any], key: str = key) -> tuple[str, str]:
-            return record["device"], without(record["case"], key)
+        def others(record: dict[str, Any], key: str = key) -> tuple[str, str, str]:
+            return record["device"], without(record["case"], key), record["pass"]
 
         shaped = [r for r in measured if not cases.Case.parse(r["case"]).capture]
         for _, group in itertools.groupby(sorted(shaped, key=others), key=others):
@@ -87,11 +88,11 @@ def _sweep(body: dict[str, Any], key: str, records: list[dict[str, Any]], path: 
         points = []
         for record in records:
             if record["who"] == who:
-                timing = perf.best_clock(record, "warm")
+                best = timing.best_clock(record, "warm")
                 at = int(getattr(cases.Case.parse(record["case"]), key))
                 flop = record["work"]["flop"]
-                median = float(timing["median_ns"])
-                points.append((at, median, *timing["interval_ns"], flop / median / 1e3 if flop else float("nan")))
+                median = float(best["median_ns"])
+                points.append((at, median, *best["interval_ns"], flop / median / 1e3 if flop else float("nan")))
         points.sort()
         rows += [(key, at, who, median, low, high, speed) for at, median, low, high, speed in points]
         x, y, low, high, speed = zip(*points, strict=True)
@@ -117,8 +118,8 @@ def _sweep(body: dict[str, Any], key: str, records: list[dict[str, Any]], path: 
     shape = cases.Case.parse(records[0]["case"])
     rest = ", ".join(part for part in str(shape)[len(cases.OP) + 1 : -1].split(",") if not part.startswith(f"{key}="))
     figure.suptitle(f"{_title(body, records[0]['device'])}\n{rest}", fontsize=10)
-    times.set(xlabel=_AXES[key], ylabel="backward, ms (median, 95 % interval)", xscale="log", yscale="log")
-    speeds.set(xlabel=_AXES[key], ylabel="TFLOP/s, five products over unmasked pairs", xscale="log")
+    times.set(xlabel=_AXES[key], ylabel=f"{records[0]['pass']}, ms (median, 95 % interval)", xscale="log", yscale="log")
+    speeds.set(xlabel=_AXES[key], ylabel="TFLOP/s, each product once, over unmasked pairs", xscale="log")
     speeds.set_ylim(bottom=0)
     for axes in (times, speeds):
         axes.grid(alpha=0.3)
@@ -138,13 +139,13 @@ def _errors(body: dict[str, Any], directory: Path) -> list[Path]:
             rows += [(label, part, record["case"], float(value)) for part, value in record["error"]["nmse"].items()]
     if not rows:
         return []
-    columns = sorted({(who, part) for who, part, _, _ in rows}, key=lambda c: (c[0], cases.PARTS.index(c[1])))
+    columns = sorted({(who, part) for who, part, _, _ in rows}, key=lambda c: (c[0], _PARTS.index(c[1])))
     figure, axes = pyplot.subplots(figsize=(max(6, 0.6 * len(columns) + 3), 5), layout="constrained")
     least = 1e-18  # where zero is drawn
     for number, column in enumerate(columns):
         values = [max(value, least) for who, part, _, value in rows if (who, part) == column]
         spread = [number + 0.5 * ((i * 0.618) % 1 - 0.5) for i in range(len(values))]
-        axes.scatter(spread, values, s=12, color=_COLOURS[cases.PARTS.index(column[1])], alpha=0.7)
+        axes.scatter(spread, values, s=12, color=_COLOURS[_PARTS.index(column[1])], alpha=0.7)
     limit = float(body["limits"]["nmse"])
     axes.axhline(limit, color="black", linestyle="--")
     axes.text(0, limit, f"limit {limit:g}", va="bottom", fontsize=8)

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 from . import commits, cuda, digest, errors, figures, options, signing, statement, verify
 from .digest import ROOT
 from .statement import Document
+from .tables import peers_table, performance_table
+from .tables import table as _table
 
 if TYPE_CHECKING:
     from .cases import Case
@@ -378,11 +380,6 @@ def _gpu(body: Document) -> str:
     return names + (f", driver {gpu['driver']}" if gpu["driver"] else "") + state
 
 
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [f"| {' | '.join(head)} |", f"|{'|'.join('---' for _ in head)}|"]
-    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)])
-
-
 def markdown(documents: Sequence[Document]) -> str:
     """Two tables to paste: correctness by part, performance against base and peers; then one line per receipt."""
     sections = []
@@ -516,88 +513,6 @@ def _correctness(document: Document) -> Iterable[tuple[str, ...]]:
         worst = max(found, key=lambda item: (item[0] != item[0], item[0]))
         passed = sum(part["passed"] for _, part, _ in found)
         yield device, name, str(len(found)), str(passed), f"{worst[0]:.2g}", worst[1]["limit"], f"`{worst[2]}`"
-
-
-def performance_table(timed: Sequence[dict[str, Any]]) -> str:
-    """Time, speed, memory and error of the operator and its peers, warm L2, the device's clock where there is one."""
-    head = (
-        "case",
-        "who",
-        "pass",
-        "time, ms",
-        "MAD",
-        "TFLOP/s",
-        "of the floor",
-        "peak MiB",
-        "NMSE dq, dk, dv",
-        "operator against it",
-    )
-    return _table(head, (row for perf in timed for row in _performance(perf)))
-
-
-def peers_table(perf: dict[str, Any]) -> str:
-    """The operator beside every peer's forward + backward: median ms, and the worst NMSE of dq, dk and dv."""
-    from . import perf as timing
-
-    who = [name for name in dict.fromkeys(r["who"] for r in perf["measurements"]) if name != statement.OPERATOR]
-    cases: dict[str, dict[str, list[dict[str, Any]]]] = {}
-    for record in perf["measurements"]:
-        cases.setdefault(record["case"], {}).setdefault(record["who"], []).append(record)
-
-    def cell(records: list[dict[str, Any]]) -> str:
-        if not records or any(r["unavailable"] for r in records):
-            return "-"
-        clocks = [timing.best_clock(r, "warm") for r in records]
-        total = sum(float(t["median_ns"]) for t in clocks) / 1e6
-        spread = sum(float(t["mad_ns"]) for t in clocks) / 1e6
-        errors_ = [float(e) for r in records if r["error"] for e in r["error"]["nmse"].values()]
-        return f"{total:.4g} ± {spread:.2g}" + (f", {max(errors_):.1e}" if errors_ else "")
-
-    rows = (
-        (
-            f"`{case}`",
-            found[statement.OPERATOR][0]["path"],
-            *(cell(found.get(w, [])) for w in [statement.OPERATOR, *who]),
-        )
-        for case, found in cases.items()
-    )
-    return _table(("case", "path", "ours: ms ± MAD, NMSE", *who), rows)
-
-
-def _performance(found: dict[str, Any]) -> Iterable[tuple[str, ...]]:
-    from . import perf
-
-    own = {(r["device"], r["case"]): r for r in found["measurements"] if r["who"] == statement.OPERATOR}
-    base = {
-        (c["device"], c["case"]): c for c in (found["base"] or {"comparisons": []})["comparisons"] if c["l2"] == "warm"
-    }
-    for record in found["measurements"]:
-        key = record["device"], record["case"]
-        name, operator = f"`{record['case']}`", own[key]
-        if record["unavailable"]:
-            yield name, record["who"], record["pass"], record["unavailable"], *[""] * 6
-            continue
-        timing = perf.best_clock(record, "warm")
-        ratio = ""
-        if operator is not record and not operator["unavailable"] and record["pass"] == "backward":
-            verdict = perf.compare(perf.best_clock(operator, "warm"), timing)
-            ratio = "undecided (throttled)" if found["throttled"] else perf.verdict_text(verdict)
-        elif operator is record and key in base:
-            ratio = f"base: {perf.verdict_text((float(base[key]['ratio']), base[key]['verdict']))}"
-        flop, peak = record["work"]["flop"], record["memory"]["peak_bytes"]
-        error = record["error"]["nmse"] if record["error"] else {}
-        yield (
-            name,
-            record["who"],
-            record["pass"],
-            f"{float(timing['median_ns']) / 1e6:.4g}",
-            f"{float(timing['mad_ns']) / 1e6:.2g}",
-            f"{flop / float(timing['median_ns']) / 1e3:.4g}" if flop else "unavailable",
-            f"{float(record['floor']['fraction']):.0%}" if record["floor"] and record["floor"]["fraction"] else "",
-            f"{peak / 2**20:.0f}" if isinstance(peak, int) else peak or "",
-            ", ".join(f"{float(error[p]):.1e}" for p in ("dq", "dk", "dv") if p in error),
-            ratio,
-        )
 
 
 # ---- diff ----
@@ -808,7 +723,8 @@ def _what(body: Document) -> str:
     counts = body["counts"]
     ran = counts["ok"] + counts["failed"]
     if body["perf"]:
-        peers = sorted({r["who"].partition(" ")[0] for r in body["perf"]["measurements"]} - {statement.OPERATOR})
+        ours = set(statement.OURS.values())
+        peers = sorted({r["who"].partition(" ")[0] for r in body["perf"]["measurements"] if r["who"] not in ours})
         return f"perf: {ran} shapes" + (f", with {', '.join(peers)}" if peers else "")
     if "check" in body:
         rest = f", {counts['skipped']} not run" if counts["skipped"] else ""

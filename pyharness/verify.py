@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from . import cases, commits, errors, signing, statement, summary
+from . import cases, commits, errors, signing, statement, summary, timing
 from .digest import ROOT
 from .statement import Document
 
@@ -336,14 +336,12 @@ def _case_sums(record: dict[str, Any], body: Document) -> Iterator[str]:
 
 
 def _perf_sums(record: dict[str, Any], body: Document) -> Iterator[str]:
-    from . import perf
-
     yield from _seed(record, body)
-    for timing in record["timings"]:
-        label = f"{timing['l2']} L2, {timing['clock']} clock"
-        for name, want in perf.statistics(timing["samples_ns"]).items():
-            if timing[name] != want:
-                yield f"{label}: {name} is {timing[name]}, but the samples give {want}"
+    for one in record["timings"]:
+        label = f"{one['l2']} L2, {one['clock']} clock"
+        for name, want in timing.statistics(one["samples_ns"]).items():
+            if one[name] != want:
+                yield f"{label}: {name} is {one[name]}, but the samples give {want}"
     if bool(record["timings"]) == bool(record["unavailable"]):
         yield "has both samples and a reason for having none, or neither"
 
@@ -473,7 +471,8 @@ def replay(document: Document, library: Library, count: int, threads: int = 0) -
     case must end as it did, no worse than _worse allows. A time is reproduced unless the intervals part and the medians
     differ by more than a quarter."""
     body = document["predicate"]["receipt"]
-    measured = [r for r in (body["perf"] or {"measurements": []})["measurements"] if r["who"] == statement.OPERATOR]
+    timed = (body["perf"] or {"measurements": []})["measurements"]
+    measured = [r for r in timed if r["who"] in statement.OURS.values()]
     records = [r for r in body["cases"] if r["status"] in ("ok", "failed")] + [r for r in measured if r["timings"]]
     if not records:
         return [Finding("replay", FAILED, "the receipt lists no case that ran")]
@@ -544,12 +543,13 @@ def _replay_timing(
         budget=float("inf"),
         ceilings=perf.NO_CEILINGS,
         monitor=monitor.Monitor(None, reason="a replay"),
+        passes=(record["pass"],),
     )
     (again,) = perf.measure(cases.Case.parse(record["case"]), settings)
     if again["unavailable"]:
         return FAILED, f"ran then, now {again['unavailable']}"
-    then, now = perf.best_clock(record, "warm"), perf.best_clock(again, "warm")
-    ratio, verdict = perf.compare(now, then)
+    then, now = timing.best_clock(record, "warm"), timing.best_clock(again, "warm")
+    ratio, verdict = timing.compare(now, then)
     text = f"{float(then['median_ns']) / 1e6:.4g} ms then, {float(now['median_ns']) / 1e6:.4g} ms now"
     for name, value in (record["error"] or {"nmse": {}})["nmse"].items():
         recorded, found = float(value), float(again["error"]["nmse"][name])

@@ -108,7 +108,7 @@ def test_a_page_shows_the_tables_of_the_receipts_that_it_names(world: World) -> 
     assert world.run("receipt", "index", "--check").returncode == 6
     assert "README.md" in world.run("receipt", "index").stdout
     text = page.read_text()
-    assert "| case | path | ours: ms ± MAD, NMSE | unfused |" in text
+    assert "| shape | pass | path | ours: ms ± MAD, NMSE | unfused |" in text
     assert "| CPU | dq | 3 | 3 |" in text
     assert "old" not in text
     assert text.endswith("<!-- /receipt -->\nend\n")

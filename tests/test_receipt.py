@@ -435,7 +435,7 @@ def test_show_md_prints_the_two_tables_and_one_line_a_receipt(world: World) -> N
     assert len(blocks) == 4
     assert blocks[0].startswith("| device | part | cases | passed | worst NMSE | limit |")
     assert re.search(r"\| CPU \| dq \| 3 \| 3 \| [\d.e-]+ \| 1e-05 \|", blocks[0])
-    assert blocks[1].startswith("| case | who | pass | time, ms |")
+    assert blocks[1].startswith("| shape | who | pass | time, ms |")
     assert "| unfused | backward |" in blocks[1]
     assert blocks[2].startswith(f"receipt `{body_of(world.oracle)['id'][:12]}` (oracle, PASSED); patch `")
 
@@ -452,9 +452,10 @@ def test_show_plot_draws_pictures_with_the_numbers_behind(world: World, tmp_path
     change(path, sweep)
     done = world.run("receipt", "show", "--plot", str(tmp_path / "plots"), str(world.oracle), str(path))
     assert done.returncode == 0, done.stderr
+    stems = ("errors", "kv-backward-0", "kv-forward-1", "kv-forward+backward-2")
     names = {p.name[13:] for p in (tmp_path / "plots").iterdir()}
-    assert names == {f"{stem}{end}" for stem in ("errors", "kv-0") for end in (".png", ".svg", ".csv")}
-    (csv,) = (tmp_path / "plots").glob("*kv-0.csv")
+    assert names == {f"{stem}{end}" for stem in stems for end in (".png", ".svg", ".csv")}
+    (csv,) = (tmp_path / "plots").glob("*kv-backward-0.csv")
     assert csv.read_text().startswith("key,value,who,median_ns,low_ns,high_ns,tflops\nkv,40,flash_attn_back,")
 
 
