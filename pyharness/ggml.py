@@ -336,8 +336,7 @@ class _Node:
             },
         )
         self.tensors = tensors
-        if self.case.prec == "f32":
-            c.ggml_flash_attn_back_set_prec(self.back, c.GGML_PREC_F32)
+        c.ggml_flash_attn_back_set_split(self.back, self.case.prec == "f32")
 
     def _view(self, name: str, operand: _Operand, root: Any) -> Any:
         ne, nb = operand.ne(), operand.nb()

@@ -119,7 +119,7 @@ struct ggml_tensor * ggml_flash_attn_back(
     struct ggml_tensor * mask,
     struct ggml_tensor * sinks, struct ggml_tensor * o, struct ggml_tensor * d,
     struct ggml_flash_attn_back_params params);
-void ggml_flash_attn_back_set_prec(struct ggml_tensor * back, enum ggml_prec prec);
+void ggml_flash_attn_back_set_split(struct ggml_tensor * node, bool split);
 bool ggml_flash_attn_back_has(const struct ggml_tensor * back, enum ggml_flash_attn_back_part part);
 size_t ggml_flash_attn_back_offset(const struct ggml_tensor * back, enum ggml_flash_attn_back_part part);
 struct ggml_tensor * ggml_flash_attn_back_view(

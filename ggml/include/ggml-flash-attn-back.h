@@ -63,8 +63,14 @@ extern "C" {
             struct ggml_tensor  * d,
             struct ggml_flash_attn_back_params params);
 
-    // precision of the products: GGML_PREC_DEFAULT (the constructor's choice) or GGML_PREC_F32
-    GGML_API void ggml_flash_attn_back_set_prec(struct ggml_tensor * back, enum ggml_prec prec);
+    // Makes o stand for what its forward saves for the gradient, no longer for its values, as autodiff does: o must be a FLASH_ATTN_EXT node of
+    // the same q, k, v, mask, sinks and parameters whose result no buffer holds yet and no other node overwrites. A backend that saves nothing,
+    // or that did not run this o, computes back as if o were NULL. false, and nothing changes, where o is not such a node.
+    GGML_API bool ggml_flash_attn_back_use_saved(struct ggml_tensor * back);
+
+    // Whether a kernel that rounds q and k to fp16 splits each of their values in two of fp16 (about 22 bits) for every logit; else it does so
+    // only where logits are large. node: a FLASH_ATTN_BACK node, or a FLASH_ATTN_EXT node, from which autodiff hands it on.
+    GGML_API void ggml_flash_attn_back_set_split(struct ggml_tensor * node, bool split);
 
     // whether the result holds this part
     GGML_API bool ggml_flash_attn_back_has(const struct ggml_tensor * back, enum ggml_flash_attn_back_part part);

@@ -27,7 +27,7 @@ struct ggml_flash_attn_back_node {
     float scale;
     float max_bias;
     float logit_softcap;
-    enum ggml_prec prec;
+    bool split;
     uint32_t grads;
 
     int64_t Dk;
@@ -47,12 +47,11 @@ struct ggml_flash_attn_back_node {
 
 GGML_API struct ggml_flash_attn_back_node ggml_flash_attn_back_decode(const struct ggml_tensor * node);
 
-// The pair: autodiff marks a FLASH_ATTN_EXT node whose result no buffer holds yet and gives it to its FLASH_ATTN_BACK node as an o that
-// stands for what the forward saved behind its result, not for its values. A backend that saves nothing ignores such an o.
-// Saved, after padding to GGML_FLASH_ATTN_BACK_SAVED_ALIGN: a stamp of 16 bytes, float[S*H*N] and uint32_t[S*Hkv].
+// The pair: ggml_flash_attn_back_use_saved marks a FLASH_ATTN_EXT node, whose forward then saves for the gradient behind its result. Saved,
+// after padding to GGML_FLASH_ATTN_BACK_SAVED_ALIGN: a stamp of 16 bytes, float[S*H*N] and uint32_t[S*H].
 #define GGML_FLASH_ATTN_BACK_SAVED_ALIGN 16
 
-// whether attn is a FLASH_ATTN_EXT node that autodiff has marked
+// whether attn is a FLASH_ATTN_EXT node that is marked
 GGML_API bool ggml_flash_attn_back_is_marked(const struct ggml_tensor * attn);
 
 // bytes that a buffer reserves for attn, a FLASH_ATTN_EXT node, beyond ggml_nbytes; 0 if it is not marked

@@ -3,11 +3,13 @@
 
 #include <string.h>
 
-// op_params: 0 to 4 are the forward's (scale, max_bias, logit_softcap, precision, n_kv_max), then ours
-#define OP_PARAM_PREC     3
+// op_params: 0 to 4 are the forward's (scale, max_bias, logit_softcap, precision, n_kv_max), then ours, of which the last two
+// are those of FLASH_ATTN_EXT nodes too
+#define N_OP_PARAMS       3 // that the gradient depends on
 #define OP_PARAM_GRADS    5
 #define OP_PARAM_KV_FIRST 6 // two slots
 #define OP_PARAM_KV_COUNT 8 // two slots
+#define OP_PARAM_SPLIT    14
 #define OP_PARAM_SAVED    15 // FLASH_ATTN_EXT: marked; FLASH_ATTN_BACK: o stands for what the forward saved
 
 #define MAX_ELEMENTS ((int64_t) 1 << 42) // of q, k, v and d, an empty dimension counting as one: sizes in bytes then fit in 64 bits
@@ -83,11 +85,11 @@ struct ggml_flash_attn_back_node ggml_flash_attn_back_decode(const struct ggml_t
     node.max_bias                         = ggml_get_op_params_f32(tensor, 1);
     node.logit_softcap                    = fabsf(ggml_get_op_params_f32(tensor, 2)); // c*tanh(x/c) is even in c
     set_shape(&node, tensor->src[GGML_FLASH_ATTN_BACK_SRC_Q], tensor->src[GGML_FLASH_ATTN_BACK_SRC_K], tensor->src[GGML_FLASH_ATTN_BACK_SRC_V]);
+    node.split = ggml_get_op_params_i32(tensor, OP_PARAM_SPLIT) != 0;
     if (tensor->op == GGML_OP_FLASH_ATTN_EXT) {
         node.kv_count = node.M;
         return node;
     }
-    node.prec     = (enum ggml_prec) ggml_get_op_params_i32(tensor, OP_PARAM_PREC);
     node.grads    = (uint32_t) ggml_get_op_params_i32(tensor, OP_PARAM_GRADS);
     node.kv_first = get_op_params_i64(tensor, OP_PARAM_KV_FIRST);
     node.kv_count = get_op_params_i64(tensor, OP_PARAM_KV_COUNT);
@@ -103,27 +105,46 @@ size_t ggml_flash_attn_back_saved_size(const struct ggml_tensor * attn) {
     if (!ggml_flash_attn_back_is_marked(attn)) {
         return 0;
     }
-    const struct ggml_flash_attn_back_node node = ggml_flash_attn_back_decode(attn);
-    const size_t nbytes                         = ggml_nbytes(attn);
-    return GGML_PAD(nbytes, GGML_FLASH_ATTN_BACK_SAVED_ALIGN) - nbytes + 16 + node.S * (node.H * node.N * sizeof(float) + node.Hkv * sizeof(uint32_t));
+    // of the result's shape alone, as ggml's RPC backend remembers sizes by that: as many KV heads as there are query heads
+    const int64_t heads = attn->ne[1] * attn->ne[3];
+    const size_t nbytes = ggml_nbytes(attn);
+    return GGML_PAD(nbytes, GGML_FLASH_ATTN_BACK_SAVED_ALIGN) - nbytes + 16 + heads * (attn->ne[2] * sizeof(float) + sizeof(uint32_t));
 }
 
 bool ggml_flash_attn_back_o_is_saved(const struct ggml_tensor * back) {
     return back->op == GGML_OP_FLASH_ATTN_BACK && ggml_get_op_params_i32(back, OP_PARAM_SAVED) != 0;
 }
 
-const struct ggml_tensor * ggml_flash_attn_back_forward(const struct ggml_tensor * back) {
-    const struct ggml_tensor * attn = back->src[GGML_FLASH_ATTN_BACK_SRC_O];
-    if (!ggml_flash_attn_back_o_is_saved(back) || !attn || !ggml_flash_attn_back_is_marked(attn) ||
-        memcmp(back->op_params, attn->op_params, OP_PARAM_PREC * sizeof(back->op_params[0])) != 0) {
-        return NULL;
-    }
+// whether back is the gradient of attn: a FLASH_ATTN_EXT node of the same sources and parameters
+static bool is_gradient(const struct ggml_tensor * back, const struct ggml_tensor * attn) {
     for (int i = GGML_FLASH_ATTN_BACK_SRC_Q; i <= GGML_FLASH_ATTN_BACK_SRC_SINKS; ++i) {
         if (back->src[i] != attn->src[i]) {
-            return NULL;
+            return false;
         }
     }
-    return attn;
+    return attn->op == GGML_OP_FLASH_ATTN_EXT && memcmp(back->op_params, attn->op_params, N_OP_PARAMS * sizeof(back->op_params[0])) == 0 &&
+        back->op_params[OP_PARAM_SPLIT] == attn->op_params[OP_PARAM_SPLIT];
+}
+
+const struct ggml_tensor * ggml_flash_attn_back_forward(const struct ggml_tensor * back) {
+    const struct ggml_tensor * attn = back->src[GGML_FLASH_ATTN_BACK_SRC_O];
+    return ggml_flash_attn_back_o_is_saved(back) && attn && is_gradient(back, attn) && ggml_flash_attn_back_is_marked(attn) ? attn : NULL;
+}
+
+bool ggml_flash_attn_back_use_saved(struct ggml_tensor * back) {
+    GGML_ASSERT(back->op == GGML_OP_FLASH_ATTN_BACK);
+    struct ggml_tensor * attn = back->src[GGML_FLASH_ATTN_BACK_SRC_O];
+    if (!attn || !is_gradient(back, attn)) {
+        return false;
+    }
+    if (!attn->data && !attn->buffer) { // else its buffer has not reserved what a mark wants
+        ggml_set_op_params_i32(attn, OP_PARAM_SAVED, 1);
+    }
+    if (!ggml_flash_attn_back_is_marked(attn)) {
+        return false;
+    }
+    ggml_set_op_params_i32(back, OP_PARAM_SAVED, 1);
+    return true;
 }
 
 const char * ggml_flash_attn_back_broken_rule(
@@ -199,7 +220,6 @@ struct ggml_tensor * ggml_flash_attn_back(
     ggml_set_op_params_f32(result, 0, params.scale);
     ggml_set_op_params_f32(result, 1, params.max_bias);
     ggml_set_op_params_f32(result, 2, params.logit_softcap);
-    ggml_set_op_params_i32(result, OP_PARAM_PREC, GGML_PREC_DEFAULT);
     ggml_set_op_params_i32(result, OP_PARAM_GRADS, params.grads);
     set_op_params_i64(result, OP_PARAM_KV_FIRST, node.kv_first);
     set_op_params_i64(result, OP_PARAM_KV_COUNT, node.kv_count);
@@ -216,10 +236,9 @@ struct ggml_tensor * ggml_flash_attn_back(
     return result;
 }
 
-void ggml_flash_attn_back_set_prec(struct ggml_tensor * back, enum ggml_prec prec) {
-    GGML_ASSERT(back->op == GGML_OP_FLASH_ATTN_BACK);
-    GGML_ASSERT((prec == GGML_PREC_DEFAULT || prec == GGML_PREC_F32) && "the precision must be GGML_PREC_DEFAULT or GGML_PREC_F32");
-    ggml_set_op_params_i32(back, OP_PARAM_PREC, prec);
+void ggml_flash_attn_back_set_split(struct ggml_tensor * node, bool split) {
+    GGML_ASSERT(node->op == GGML_OP_FLASH_ATTN_BACK || node->op == GGML_OP_FLASH_ATTN_EXT);
+    ggml_set_op_params_i32(node, OP_PARAM_SPLIT, split);
 }
 
 bool ggml_flash_attn_back_has(const struct ggml_tensor * back, enum ggml_flash_attn_back_part part) {
@@ -258,6 +277,18 @@ static bool needs_grad(const struct ggml_cgraph * cgraph, const struct ggml_tens
     return i != GGML_HASHSET_FULL && ggml_bitset_get(cgraph->visited_hash_set.used, i) && grads_needed[i];
 }
 
+// whether a node of the graph may write into attn's result
+static bool is_overwritten(const struct ggml_cgraph * cgraph, const struct ggml_tensor * attn) {
+    for (int i = 0; i < cgraph->n_nodes; ++i) {
+        const struct ggml_tensor * node = cgraph->nodes[i];
+        const bool reads                = node->op == GGML_OP_VIEW || node->op == GGML_OP_RESHAPE || node->op == GGML_OP_PERMUTE || node->op == GGML_OP_TRANSPOSE;
+        if (node->view_src == attn && !reads) {
+            return true;
+        }
+    }
+    return false;
+}
+
 void ggml_flash_attn_back_src_grads(
     struct ggml_context * ctx,
     struct ggml_cgraph * cgraph,
@@ -288,9 +319,8 @@ void ggml_flash_attn_back_src_grads(
         return;
     }
 
-    // o is left out: a forward that rounds q, v or its sums to 16 bit makes D = do . o too inexact where V is nearly constant
     struct ggml_tensor * back = ggml_flash_attn_back(
-        ctx, node->src[0], node->src[1], node->src[2], node->src[3], node->src[4], /*o =*/NULL, grad,
+        ctx, node->src[0], node->src[1], node->src[2], node->src[3], node->src[4], /*o =*/node, grad,
         (struct ggml_flash_attn_back_params){
             /*.scale         =*/ggml_get_op_params_f32(node, 0),
             /*.max_bias      =*/ggml_get_op_params_f32(node, 1),
@@ -299,8 +329,11 @@ void ggml_flash_attn_back_src_grads(
             /*.kv_first      =*/0,
             /*.kv_count      =*/0,
         });
-    if (ggml_get_op_params_i32(node, OP_PARAM_PREC) == GGML_PREC_F32) {
-        ggml_flash_attn_back_set_prec(back, GGML_PREC_F32);
+    // the forward's precision is left out: GGML_PREC_F32 there means sums in F32, which all backends have
+    ggml_flash_attn_back_set_split(back, ggml_get_op_params_i32(node, OP_PARAM_SPLIT) != 0);
+    if (is_overwritten(cgraph, node) || !ggml_flash_attn_back_use_saved(back)) {
+        // not its values: a forward that rounds q, v or its sums to 16 bit makes D = do . o too inexact where V is nearly constant
+        back->src[GGML_FLASH_ATTN_BACK_SRC_O] = NULL;
     }
 
     for (int i = 0; i < n_map; ++i) {

@@ -227,9 +227,7 @@ struct test_flash_attn_back : public test_case {
         params.grads |= a.wants('v') ? 1u << GGML_FLASH_ATTN_BACK_DV : 0;
         params.grads |= a.wants('s') ? 1u << GGML_FLASH_ATTN_BACK_DSINKS : 0;
         back = ggml_flash_attn_back(ctx, q, k, v, mask, sinks, o, d, params);
-        if (a.f32) {
-            ggml_flash_attn_back_set_prec(back, GGML_PREC_F32);
-        }
+        ggml_flash_attn_back_set_split(back, a.f32);
         ggml_set_name(back, "out");
         return back;
     }

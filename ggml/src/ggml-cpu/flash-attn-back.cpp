@@ -384,7 +384,7 @@ struct flash_attn_back {
     const ggml_tensor * v     = dst->src[GGML_FLASH_ATTN_BACK_SRC_V];
     const ggml_tensor * mask  = dst->src[GGML_FLASH_ATTN_BACK_SRC_MASK];
     const ggml_tensor * sinks = dst->src[GGML_FLASH_ATTN_BACK_SRC_SINKS];
-    const ggml_tensor * o     = dst->src[GGML_FLASH_ATTN_BACK_SRC_O];
+    const ggml_tensor * o     = ggml_flash_attn_back_o_is_saved(dst) ? nullptr : dst->src[GGML_FLASH_ATTN_BACK_SRC_O];
     const ggml_tensor * d     = dst->src[GGML_FLASH_ATTN_BACK_SRC_DO];
 
     const bool want_dq = ggml_flash_attn_back_wants(&node, GGML_FLASH_ATTN_BACK_DQ);

@@ -145,7 +145,7 @@ static fattn_back_src fattn_back_get_src(const ggml_tensor * t, const int dim_ro
 // whether the node or the environment wants more than fp16 operands everywhere
 static bool fattn_back_split_all(const ggml_flash_attn_back_node & node) {
     const char * all = getenv("GGML_CUDA_FATTN_BACK_SPLIT");
-    return node.prec == GGML_PREC_F32 || (all != nullptr && strcmp(all, "0") != 0);
+    return node.split || (all != nullptr && strcmp(all, "0") != 0);
 }
 
 static fattn_back_args fattn_back_get_args(const ggml_tensor * dst) {

@@ -741,8 +741,11 @@ static void fattn_back_rows_run(const fattn_back_rows_plan & plan, char * worksp
 }
 
 fattn_back_plan ggml_cuda_flash_attn_back_rows_plan(const int device, const ggml_tensor * dst, const size_t limit) {
-    const fattn_back_args args = fattn_back_get_args(dst);
-    const auto pass            = [&](const fattn_back_rows_out out, float * part) {
+    fattn_back_args args = fattn_back_get_args(dst);
+    if (args.saved.stamp != nullptr) { // by another path
+        args.o = {};
+    }
+    const auto pass = [&](const fattn_back_rows_out out, float * part) {
         return fattn_back_rows_get_pass(args, out, part, ggml_cuda_info().devices[device].nsm, limit);
     };
     const fattn_back_rows_plan plan = {
