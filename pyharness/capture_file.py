@@ -108,7 +108,7 @@ def load(case: Case) -> Inputs:
         _check_choices(changes, own.kv, bool(own.sinks))
     except errors.Usage as error:
         raise errors.Usage(f"{case}: {error}", error.hint) from None
-    filled = own.replace(capture=case.capture, o=case.o, layout=case.layout, **changes)
+    filled = own.replace(capture=case.capture, o=case.o, layout=case.layout, pair=case.pair, **changes)
     first, count = filled.window
     o = inputs.o if case.o else None
     return dataclasses.replace(inputs, case=filled, o=o, grads=filled.wanted, kv_first=first, kv_count=count)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import hashlib
@@ -19,6 +20,10 @@ T = TypeVar("T")
 
 OP = "FLASH_ATTN_BACK"
 PARTS = ("dq", "dk", "dv", "lse", "d", "dsinks")
+CHECKED = (*PARTS, "o")
+GRAPHS = ("backward", "pair")
+GGML = "ggml"
+"""What runs a forward that no path of the operator runs."""
 LETTERS = {"q": "dq", "k": "dk", "v": "dv", "s": "dsinks"}
 
 TESTS = Path(__file__).resolve().parent.parent / "ggml" / "tests"
@@ -45,7 +50,7 @@ TYPES = {
 }
 
 SHAPE = ("hsk", "hsv", "nh", "nhkv", "kv", "nb")
-BESIDE_CAPTURE = ("capture", "grads", "kv_first", "kv_count", "o", "prec", "layout")
+BESIDE_CAPTURE = ("capture", "grads", "kv_first", "kv_count", "o", "prec", "layout", "pair")
 
 
 def block(type_name: str) -> tuple[int, int]:
@@ -83,6 +88,7 @@ class Case:
     data: str = "normal"
     layout: str = "cont"
     vview: int = 0  # v is a view of k's first hsv components
+    pair: int = 0  # whether the forward is in the graph and saves what it can for the gradient, as autodiff has it
     capture: str = ""  # tests/data/NAME.gguf, or a path
 
     def __post_init__(self) -> None:
@@ -135,7 +141,8 @@ class Case:
 
     def seed(self, base: int) -> int:
         """Seed of the case's inputs: it depends on the case and the base seed, not on what else is selected."""
-        return int.from_bytes(hashlib.sha256(f"{self}#{base}".encode(errors="backslashreplace")).digest()[:8], "little")
+        data = f"{self.replace(pair=0)}#{base}"  # the same with and without the forward
+        return int.from_bytes(hashlib.sha256(data.encode(errors="backslashreplace")).digest()[:8], "little")
 
     @property
     def wanted(self) -> tuple[str, ...]:
@@ -180,10 +187,13 @@ def _check_choices(case: Case) -> None:
     """What holds beside a capture too, whose shapes are not known yet."""
     for key in ("kv_first", "kv_count"):
         _expect(getattr(case, key) >= 0, key, getattr(case, key), "at least 0")
-    for key in ("sinks", "o", "vview"):
+    for key in ("sinks", "o", "vview", "pair"):
         _expect(getattr(case, key) in (0, 1), key, getattr(case, key), "0 or 1")
     for key, names in (("data", DATA), ("layout", LAYOUTS), ("prec", PRECISIONS)):
         _expect(getattr(case, key) in names, key, getattr(case, key), "one of " + ", ".join(names))
+    if case.pair:
+        _expect(not case.o, "o", case.o, "0 with pair=1")
+        _expect(case.layout != "strided", "layout", case.layout, "one that ggml's forward takes with pair=1")
 
 
 def _check(case: Case) -> None:
@@ -215,6 +225,7 @@ def _check(case: Case) -> None:
         expect(key, getattr(case, key) >= 0, "at least 0")
     expect("kv_first", case.kv_first == 0 or case.kv_count > 0, "0 without kv_count")
     expect("kv_count", case.kv_first + case.kv_count <= case.kv, f"a window inside kv={case.kv}")
+    expect("pair", not case.pair or min(case.kv, case.nb) > 0, "0 without keys or queries, which ggml's forward needs")
     if case.vview:
         expect("vview", case.hsv <= case.hsk and case.type_V == case.type_K, "0 unless hsv <= hsk and type_V = type_K")
 
@@ -227,6 +238,16 @@ def load(path: Path) -> list[Case]:
             raise errors.Usage(f"{path}:{number}: {case} stands already in line {found[case]}")
         found[case] = number
     return list(found)
+
+
+def in_graphs(cases: Iterable[Case], graphs: Iterable[str]) -> list[Case]:
+    """Each case in those of GRAPHS that it can be in."""
+    found = []
+    for case in cases:
+        for graph in graphs:
+            with contextlib.suppress(errors.Usage):
+                found.append(case.replace(pair=GRAPHS.index(graph)))
+    return list(dict.fromkeys(found))
 
 
 def limits(path: Path = LIMITS) -> dict[str, float]:

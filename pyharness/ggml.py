@@ -65,6 +65,7 @@ class Result:
     path: str
     seconds: float
     memory: int  # bytes of the device buffer
+    forward: str = ""  # path of a pair's forward, "" if ggml's own ran
 
 
 class Library:
@@ -142,6 +143,8 @@ class Library:
         with _Node(self, case) as node:
             handle = self.handle(device)
             supported = bool(self.c.ggml_backend_dev_supports_op(handle, node.back))
+            if node.attn and not self.c.ggml_backend_dev_supports_op(handle, node.attn):
+                return "FLASH_ATTN_EXT: supports_op says no"
             ask = self.proc(handle, "ggml_backend_flash_attn_back_refusal", "ggml_backend_flash_attn_back_refusal_t")
             reason = self.text(ask(handle, node.back)) if ask else None
             if ask and supported != (reason is None):
@@ -187,7 +190,7 @@ class Library:
         return self.ffi.cast(kind, pointer) if pointer else None
 
     def node_path(self, device: Device, back: Any) -> str:
-        """`path` of a FLASH_ATTN_BACK node that stands already."""
+        """`path` of a FLASH_ATTN_BACK node that stands already, or of a FLASH_ATTN_EXT node."""
         handle = self.handle(device)
         ask = self.proc(handle, "ggml_backend_flash_attn_back_path", "ggml_backend_flash_attn_back_path_t")
         return (self.text(ask(handle, back)) if ask else None) or ""
@@ -323,9 +326,24 @@ class _Node:
                 root = next(self.storages[n] for n, other in self.operands.items() if other is operand.parent)
             tensors[name] = self._view(name, operand, root)
         inputs = self.inputs
+        split = self.case.prec == "f32"
+        self.attn: Any = None
+        if self.case.pair:
+            self.attn = c.ggml_flash_attn_ext(
+                self.ctx,
+                *(tensors.get(name, ffi.NULL) for name in ("q", "k", "v", "mask")),
+                inputs.scale,
+                inputs.max_bias,
+                inputs.softcap,
+            )
+            c.ggml_flash_attn_ext_set_prec(self.attn, c.GGML_PREC_F32)  # as llama.cpp does
+            c.ggml_flash_attn_ext_add_sinks(self.attn, tensors.get("sinks", ffi.NULL))
+            c.ggml_flash_attn_back_set_split(self.attn, split)
         self.back = c.ggml_flash_attn_back(
             self.ctx,
-            *(tensors.get(name, ffi.NULL) for name in ("q", "k", "v", "mask", "sinks", "o", "d")),
+            *(tensors.get(name, ffi.NULL) for name in ("q", "k", "v", "mask", "sinks")),
+            self.attn or tensors.get("o", ffi.NULL),
+            tensors["d"],
             {
                 "scale": inputs.scale,
                 "max_bias": inputs.max_bias,
@@ -335,8 +353,10 @@ class _Node:
                 "kv_count": inputs.kv_count,
             },
         )
+        c.ggml_flash_attn_back_set_split(self.back, split)
+        if self.attn and not c.ggml_flash_attn_back_use_saved(self.back):
+            raise errors.Failure(f"{self.case}: the gradient does not go with its forward")
         self.tensors = tensors
-        c.ggml_flash_attn_back_set_split(self.back, self.case.prec == "f32")
 
     def _view(self, name: str, operand: _Operand, root: Any) -> Any:
         ne, nb = operand.ne(), operand.nb()
@@ -376,6 +396,8 @@ class Session:
             self.graph = c.ggml_new_graph_custom(self._node.ctx, 16, False)
             c.ggml_build_forward_expand(self.graph, self.back)
             self.path = library.node_path(device, self.back)
+            self.attn = self._node.attn
+            self.forward = library.node_path(device, self.attn) if self.attn else ""
             self.backend = library.backend(device, threads)
             owned.callback(c.ggml_backend_free, self.backend)
             self._allocate(owned)
@@ -387,7 +409,7 @@ class Session:
         c, node = self._c, self._node
         align = int(c.ggml_backend_get_alignment(self.backend))
         buft = c.ggml_backend_get_default_buffer_type(self.backend)
-        tensors = {**node.storages, "result": self.back}
+        tensors = {**node.storages, "result": self.back, **({"o": self.attn} if self.attn else {})}
         places, guards, position = {}, {"before": (0, GUARD)}, GUARD
         for name, tensor in tensors.items():
             places[name] = position
@@ -428,7 +450,8 @@ class Session:
 
     def poison(self) -> None:
         """Fill the destination with the NaN that counts as unwritten."""
-        self.library.upload(self.back, np.full(self.result_bytes // 4, POISON, np.uint32))
+        for tensor in filter(None, (self.back, self.attn)):
+            self.library.upload(tensor, np.full(int(self._c.ggml_nbytes(tensor)) // 4, POISON, np.uint32))
 
     def compute(self) -> float:
         """Compute the graph once; seconds on the host's clock until the device is done.
@@ -448,9 +471,13 @@ class Session:
     def result(self) -> Result:
         """Download the parts, look at the guard words and for elements that were not written."""
         parts = parts_of(self.library, self.back, self.inputs)
+        if self.attn:
+            parts["o"] = output_of(self.library, self.attn, self.inputs).transpose(0, 2, 1, 3)
         whole = hashlib.sha256()
         digests = {}
         for part, array in parts.items():
+            if part == "o" and not self.forward:
+                continue  # ggml's own promises no bits
             whole.update(array.tobytes())
             digests[part] = hashlib.sha256(array.tobytes()).hexdigest()
         return Result(
@@ -466,6 +493,7 @@ class Session:
             path=self.path,
             seconds=self.seconds,
             memory=self.bytes,
+            forward=self.forward,
         )
 
     def close(self) -> None:
@@ -501,6 +529,12 @@ def parts_of(library: Library, back: Any, inputs: Inputs) -> dict[str, NDArray[n
             first = int(library.c.ggml_flash_attn_back_offset(back, i)) // 4
             parts[part] = raw[first : first + int(np.prod(shapes[part]))].reshape(shapes[part])
     return parts
+
+
+def output_of(library: Library, attn: Any, inputs: Inputs) -> NDArray[np.float32]:
+    """Download the result of a FLASH_ATTN_EXT node: [S, N, H, Dv]."""
+    s, h, _, n, _ = inputs.sizes
+    return library.download(attn, np.float32).reshape(s, n, h, inputs.d.shape[3])
 
 
 def find_libraries(libs: Path | None, preset: str) -> Path:

@@ -102,6 +102,7 @@ void ggml_flash_attn_ext_add_sinks(struct ggml_tensor * a, struct ggml_tensor * 
 void ggml_flash_attn_ext_set_prec(struct ggml_tensor * a, enum ggml_prec prec);
 
 struct ggml_cgraph * ggml_new_graph_custom(struct ggml_context * ctx, size_t size, bool grads);
+void ggml_graph_add_node(struct ggml_cgraph * cgraph, struct ggml_tensor * tensor);
 void ggml_build_forward_expand(struct ggml_cgraph * cgraph, struct ggml_tensor * tensor);
 void ggml_build_backward_expand(
     struct ggml_context * ctx, struct ggml_cgraph * cgraph, struct ggml_tensor ** grad_accs);
@@ -119,6 +120,7 @@ struct ggml_tensor * ggml_flash_attn_back(
     struct ggml_tensor * mask,
     struct ggml_tensor * sinks, struct ggml_tensor * o, struct ggml_tensor * d,
     struct ggml_flash_attn_back_params params);
+bool ggml_flash_attn_back_use_saved(struct ggml_tensor * back);
 void ggml_flash_attn_back_set_split(struct ggml_tensor * node, bool split);
 bool ggml_flash_attn_back_has(const struct ggml_tensor * back, enum ggml_flash_attn_back_part part);
 size_t ggml_flash_attn_back_offset(const struct ggml_tensor * back, enum ggml_flash_attn_back_part part);
@@ -173,6 +175,8 @@ void ggml_backend_sched_free(ggml_backend_sched_t sched);
 bool ggml_backend_sched_alloc_graph(ggml_backend_sched_t sched, struct ggml_cgraph * graph);
 enum ggml_status ggml_backend_sched_graph_compute(ggml_backend_sched_t sched, struct ggml_cgraph * graph);
 int ggml_backend_sched_get_n_splits(ggml_backend_sched_t sched);
+void ggml_backend_sched_set_tensor_backend(
+    ggml_backend_sched_t sched, struct ggml_tensor * node, ggml_backend_t backend);
 ggml_backend_t ggml_backend_sched_get_tensor_backend(ggml_backend_sched_t sched, struct ggml_tensor * node);
 
 bool ggml_backend_supports_op(ggml_backend_t backend, const struct ggml_tensor * op);

@@ -25,6 +25,16 @@ def selection(parser: argparse.ArgumentParser, default_file: Path = cases.CASES)
     parser.add_argument("--random", type=int, default=0, metavar="N", help="N random cases instead of the list's")
 
 
+def graph(parser: argparse.ArgumentParser) -> None:
+    """--graph: with or without the forward."""
+    parser.add_argument(
+        "--graph",
+        dest="forward",
+        choices=cases.GRAPHS,
+        help="the listed cases with the forward in the graph (pair), or without it (backward); default: both",
+    )
+
+
 def seed(parser: argparse.ArgumentParser) -> None:
     """--seed."""
     parser.add_argument(
@@ -60,7 +70,10 @@ def output(parser: argparse.ArgumentParser) -> None:
 
 def listed(args: argparse.Namespace) -> list[cases.Case]:
     """The cases that the filters select from. Raises errors.Usage."""
-    return cases.random_cases(args.random, args.seed) if args.random else cases.load(args.case_file)
+    known = cases.random_cases(args.random, args.seed) if args.random else cases.load(args.case_file)
+    if "forward" in args:
+        known = cases.in_graphs(known, [args.forward] if args.forward else cases.GRAPHS)
+    return known
 
 
 def select(args: argparse.Namespace) -> list[cases.Case]:

@@ -6,6 +6,9 @@ sees, of a row that sees no key, and of a row whose incoming gradient is zero. A
 must be that. Where the true gradient cancels to zero (one key: dq = 0), the error is measured against the operands of
 the sum instead.
 dsinks has one number for each head and is compared as a whole.
+
+A case with pair=1 runs the forward, too: FLASH_ATTN_EXT and its gradient as autodiff makes them. Where a path of the
+operator runs that forward its output is a part like the others; ggml's own is measured and neither passes nor fails.
 """
 
 from __future__ import annotations
@@ -32,7 +35,7 @@ F64 = NDArray[np.float64]
 # a reference this small against its operands is zero up to float64 rounding
 CANCELLED = 1e-9
 
-AXES = {"dq": "shic", "dk": "sgjc", "dv": "sgjc", "lse": "shi", "d": "shi", "dsinks": "h"}
+AXES = {"dq": "shic", "dk": "sgjc", "dv": "sgjc", "lse": "shi", "d": "shi", "dsinks": "h", "o": "shic"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +61,15 @@ class PartResult:
 
 
 @dataclasses.dataclass(frozen=True)
+class Forward:
+    """Whose forward a pair ran, ggml's own or a path's, and the NMSE of its output; a path's is a part, too."""
+
+    by: str
+    nmse: float
+    worst_head_nmse: float
+
+
+@dataclasses.dataclass(frozen=True)
 class CaseResult:
     """How one case went on one device."""
 
@@ -73,6 +85,7 @@ class CaseResult:
     seconds: float = 0.0  # of the computation, not of the reference
     repeats: int = 1
     distinct: int = 1  # different digests among the repeats
+    forward: Forward | None = None  # of a pair
 
 
 def check(
@@ -99,6 +112,11 @@ def check(
             session.compute()
             digests.add(session.result().digest)
     parts = compare(given, result, reference.backward(given, progress), limits)
+    forward = None
+    if "o" in parts:
+        forward = Forward(result.forward or cases.GGML, parts["o"].nmse, parts["o"].worst_head_nmse)
+        if not result.forward:
+            del parts["o"]  # not the operator's
     reasons = [f"guard words of {name} overwritten" for name in result.guards]
     if len(digests) > 1:
         reasons.append(f"{len(digests)} different results in {repeats} runs")
@@ -116,6 +134,7 @@ def check(
         result.seconds,
         repeats,
         len(digests),
+        forward,
     )
 
 
@@ -220,6 +239,7 @@ def _zeros(given: inputs.Inputs, want: dict[str, F64]) -> dict[str, NDArray[np.b
         "lse": nothing,
         "d": rows,
         "dsinks": rows.all(axis=(0, 2)),
+        "o": (~given.sees() | np.isinf(want["lse"]))[..., None],
     }
     return {part: np.broadcast_to(flat[part], array.shape) for part, array in want.items()}
 
@@ -245,6 +265,8 @@ class _Operands:
             return np.asarray(self.scale * self._grouped((self.d * self.q).sum(axis=2)) * self.v)
         if part == "dv":
             return self._grouped(d)
+        if part == "o":
+            return np.asarray(self.q.shape[2] * v)
         if part == "lse":
             return np.asarray(self.scale * self.q.sum(axis=2) * k)
         return np.asarray((d * v).sum()) if part == "dsinks" else np.asarray(d * v)
@@ -257,6 +279,7 @@ class _Operands:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `oracle`."""
     options.selection(parser)
+    options.graph(parser)
     add_run_arguments(parser)
 
 

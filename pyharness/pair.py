@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from . import errors
 from .cases import PARTS, TYPES, block
-from .ggml import Device, Library, parts_of
+from .ggml import Device, Library, output_of, parts_of
 from .inputs import Inputs
 
 F32 = NDArray[np.float32]
@@ -35,7 +35,7 @@ class Pair:
         """Raises errors.Environment where the device has no memory for them."""
         self._library, self._given, self._uploads = library, given, dict[str, tuple[Any, NDArray[Any]]]()
         c = library.c
-        self.path, self.bytes, self.traffic = "", 0, dict[str, int]()
+        self.path, self.forward_path, self.bytes, self.traffic = "", "", 0, dict[str, int]()
         self.refusal = _unlike_autodiff(given)
         with contextlib.ExitStack() as owned:
             if not self.refusal:
@@ -49,6 +49,7 @@ class Pair:
                 self.refusal = library.text(reason) or ""
             if not self.refusal:
                 self.path = library.node_path(device, self.back)
+                self.forward_path = library.node_path(device, self.attention)
                 self.backend = library.backend(device, threads)
                 owned.callback(c.ggml_backend_free, self.backend)
                 buffer = c.ggml_backend_alloc_ctx_tensors(self._context, self.backend)
@@ -121,9 +122,8 @@ class Pair:
 
     def parts(self) -> dict[str, F32]:
         """o [S, N, H, Dv] and the parts of the backward, of the last run of `both`."""
-        s, h, _, n, _ = self._given.sizes
-        o = self._library.download(self.attention, np.float32).reshape(s, n, h, self._given.d.shape[3])
-        return {"o": o, **parts_of(self._library, self.back, self._given)}
+        library, given = self._library, self._given
+        return {"o": output_of(library, self.attention, given), **parts_of(library, self.back, given)}
 
     def __enter__(self) -> Pair:
         return self

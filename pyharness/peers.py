@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from . import cuda, fa3, pair
 from .bench import Bench, Sample
+from .cases import GGML
 from .inputs import Inputs
 from .statement import OURS
 
@@ -42,12 +43,12 @@ class Unavailable(Exception):
 class Peer:
     """One implementation on one case. A context manager: entering builds it or raises Unavailable.
 
-    `who` names it, `path` the kernel path that it takes, `bytes` are the device bytes of its tensors (None: unknown),
+    `who` names it, `paths` the kernel paths that the passes take, `bytes` are the device bytes of its tensors (None: unknown),
     `passes` the ways to time it, `traffic` the bytes of inputs and outputs of those passes that are compared with the
     device's ceilings."""
 
     who = ""
-    path = ""
+    paths: dict[str, str] = {}  # noqa: RUF012
     bytes: int | None = None
     passes: tuple[str, ...] = PASSES
     traffic: dict[str, int] = {}  # noqa: RUF012
@@ -179,7 +180,7 @@ class Operator(_Ours):
         if refusal is not None:
             raise Unavailable(refusal)
         self._session = stack.enter_context(self._library.prepare(self._device, given, self._threads))
-        self.path, self.bytes = self._session.path, self._session.bytes
+        self.paths, self.bytes = {"backward": self._session.path}, self._session.bytes
         read: list[NDArray[Any] | None] = [given.q, given.k, given.v, given.mask, given.sinks, given.o, given.d]
         shared = given.v.nbytes if given.case.vview else 0
         written = self._session.result_bytes
@@ -208,7 +209,9 @@ class Pair(_Ours):
         )
         if self._pair.refusal:
             raise Unavailable(self._pair.refusal)
-        self.path, self.bytes, self.traffic = self._pair.path, self._pair.bytes, self._pair.traffic
+        self.bytes, self.traffic = self._pair.bytes, self._pair.traffic
+        forward, back = self._pair.forward_path or GGML, self._pair.path
+        self.paths = {"forward": forward, "forward+backward": back if forward == back else f"{forward} + {back}"}
         return self._pair.backend
 
     def time(self, way: str) -> Sample:

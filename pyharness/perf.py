@@ -260,9 +260,8 @@ def measure(case: Case, settings: Settings) -> Iterator[dict[str, Any]]:
                 for way in wanted:
                     timings = sample(functools.partial(peer.time, way), peer.flush, settings.runs, settings.cold)
                     memory = {"buffers_bytes": peer.bytes, "peak_bytes": peak(since, before)}
-                    found = record(peer.name(way), way, timings=timings, memory=memory)
-                    if way != "forward":
-                        found["path"] = peer.path
+                    path = peer.paths.get(way, "")
+                    found = record(peer.name(way), way, path=path, timings=timings, memory=memory)
                     if settings.error != "none":
                         parts = peer.parts()
                         found["error"] = truth().error({p: parts[p] for p in peers.PARTS[way] if p in parts})

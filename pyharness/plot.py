@@ -18,7 +18,6 @@ from .statement import Document, worst_nmse
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#F0E442", "#000000")  # Okabe and Ito
 _MARKS = "osD^vPX*"
 _AXES = {"kv": "keys M", "nb": "queries N"}
-_PARTS = ("o", *(part for part in cases.PARTS if part != "o"))
 
 
 def draw(documents: Sequence[Document], directory: Path) -> list[Path]:
@@ -139,13 +138,13 @@ def _errors(body: dict[str, Any], directory: Path) -> list[Path]:
             rows += [(label, part, record["case"], float(value)) for part, value in record["error"]["nmse"].items()]
     if not rows:
         return []
-    columns = sorted({(who, part) for who, part, _, _ in rows}, key=lambda c: (c[0], _PARTS.index(c[1])))
+    columns = sorted({(who, part) for who, part, _, _ in rows}, key=lambda c: (c[0], cases.CHECKED.index(c[1])))
     figure, axes = pyplot.subplots(figsize=(max(6, 0.6 * len(columns) + 3), 5), layout="constrained")
     least = 1e-18  # where zero is drawn
     for number, column in enumerate(columns):
         values = [max(value, least) for who, part, _, value in rows if (who, part) == column]
         spread = [number + 0.5 * ((i * 0.618) % 1 - 0.5) for i in range(len(values))]
-        axes.scatter(spread, values, s=12, color=_COLOURS[_PARTS.index(column[1])], alpha=0.7)
+        axes.scatter(spread, values, s=12, color=_COLOURS[cases.CHECKED.index(column[1])], alpha=0.7)
     limit = float(body["limits"]["nmse"])
     axes.axhline(limit, color="black", linestyle="--")
     axes.text(0, limit, f"limit {limit:g}", va="bottom", fontsize=8)

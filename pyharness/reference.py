@@ -100,7 +100,7 @@ def forward(inputs: Inputs) -> F64:
 def backward(inputs: Inputs, progress: Callable[[float], None] | None = None) -> dict[str, F64]:
     """The wanted gradients and the row statistics.
 
-    dq [S, H, N, Dk]; dk, dv [S, Hkv, kv_count, D]; lse, d [S, H, N]; dsinks [H].
+    dq [S, H, N, Dk]; dk, dv [S, Hkv, kv_count, D]; lse, d [S, H, N]; dsinks [H]; of a pair o [S, H, N, Dv].
     progress is called with the fraction done.
     """
     report = progress or (lambda _: None)
@@ -164,6 +164,8 @@ def backward(inputs: Inputs, progress: Callable[[float], None] | None = None) ->
     for part in parts.keys() & {"dq", "dk"}:
         parts[part] *= inputs.scale
     parts["lse"], parts["d"] = lse, d_sum
+    if inputs.case.pair:
+        parts["o"] = o.transpose(0, 2, 1, 3)
     if "dsinks" in inputs.grads:
         assert inputs.sinks is not None
         sinks = inputs.sinks.astype(np.float64)

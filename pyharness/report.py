@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from .cases import PARTS, Case
+from .cases import CHECKED, Case
 
 if TYPE_CHECKING:
     from .oracle import CaseResult, PartResult
@@ -117,7 +117,8 @@ class Reporter:
         text.append(f"{result.device} {result.case}", style="default")
         self.out.print(text)
         if result.status == "ok":
-            self.out.print(f"{'':<11}  {figures}  {result.path} {result.seconds * 1e3:.2f} ms")
+            forward = f"{result.forward.by} forward, " if result.forward else ""
+            self.out.print(f"{'':<11}  {figures}  {forward}{result.path} {result.seconds * 1e3:.2f} ms")
         elif result.status == "failed":
             self.out.print(failure(result, self.seed, self.verb))
         else:
@@ -127,7 +128,7 @@ class Reporter:
         self.out.print()
         if len(results) < total:
             self.out.print(f"stopped after {len(results)} of {total} cases", style="bold red")
-        for part in PARTS:
+        for part in CHECKED:
             measured = [(max(r.parts[part].nmse, r.parts[part].worst_head_nmse), r) for r in results if part in r.parts]
             if measured:
                 worst, where = max(measured, key=lambda item: item[0])
@@ -135,6 +136,10 @@ class Reporter:
                     f"{part:<7} worst NMSE {_short(worst)}, limit {where.parts[part].limit:g}, of {len(measured)}: "
                     f"{where.case}"
                 )
+        own = [(max(r.forward.nmse, r.forward.worst_head_nmse), r) for r in results if r.forward and "o" not in r.parts]
+        if own:
+            worst, where = max(own, key=lambda item: item[0])
+            self.out.print(f"o of ggml's own forward: worst NMSE {_short(worst)}, of {len(own)}: {where.case}")
         reasons = Counter((r.device, r.reason) for r in results if r.status in ("unsupported", "skipped"))
         for (device, reason), count in reasons.most_common():
             self.out.print(f"{device}: {count} not run: {reason}", style="yellow")
@@ -189,14 +194,15 @@ def to_json(result: CaseResult) -> dict[str, Any]:
     fields = {f.name: getattr(result, f.name) for f in dataclasses.fields(result)}
     fields["case"] = str(result.case)
     fields["parts"] = {name: dataclasses.asdict(part) for name, part in result.parts.items()}
+    fields["forward"] = dataclasses.asdict(result.forward) if result.forward else None
     return dict(plain(fields))
 
 
 def markdown(results: list[CaseResult]) -> str:
     """A table with a row for each case and a column for each part's worst NMSE."""
-    lines = ["| case | device | path | status | " + " | ".join(PARTS) + " |", "|---" * (4 + len(PARTS)) + "|"]
+    lines = ["| case | device | path | status | " + " | ".join(CHECKED) + " |", "|---" * (4 + len(CHECKED)) + "|"]
     for r in results:
-        cells = [_short(max(r.parts[p].nmse, r.parts[p].worst_head_nmse)) if p in r.parts else "" for p in PARTS]
+        cells = [_short(max(r.parts[p].nmse, r.parts[p].worst_head_nmse)) if p in r.parts else "" for p in CHECKED]
         status = r.status if r.status == "ok" else f"{r.status}: {r.reason}"
         lines.append(f"| `{r.case}` | {r.device} | {r.path} | {status} | " + " | ".join(cells) + " |")
     return "\n".join(lines)

@@ -214,7 +214,7 @@ from pyharness import cli, ggml
 run = ggml.Session.compute
 def compute(session):
     if session.inputs.case.hsk == 8:
-        session.library.c.ggml_flash_attn_back_set_split(session.sources["q"], True)
+        session.library.c.ggml_flash_attn_back_use_saved(session.sources["q"])
     return run(session)
 ggml.Session.compute = compute
 sys.exit(cli.main(sys.argv[1:]))

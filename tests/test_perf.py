@@ -331,8 +331,16 @@ def test_passes_can_be_chosen(capsys: pytest.CaptureFixture[str], tmp_path: Path
     wanted = {"forward": {"o"}, "backward": {"dq", "dk", "dv"}, "forward+backward": {"o", "dq", "dk", "dv"}}
     for found in measured:
         assert set(found["error"]["nmse"]) == wanted[found["pass"]]
+    paths = {"forward": "ggml", "backward": "cpu", "forward+backward": "ggml + cpu"}
+    assert all(found["path"] == ("" if found["who"] == "unfused" else paths[found["pass"]]) for found in measured)
     (path,) = (tmp_path / "receipts").iterdir()
     assert statement.read(path)["predicate"]["passedTests"] == [f"{SMALL} on CPU"]
+
+
+@pytest.mark.parametrize(("path", "status"), [("ggml", "ok"), ("ggml + cpu", "ok"), ("hopper", "failed")])
+def test_the_limit_is_one_on_the_output_of_an_own_forward(path: str, status: str) -> None:
+    record = {"unavailable": "", "path": path, "error": {"nmse": {"o": "1e-3"}}}
+    assert statement.measured_status(record, 1e-5) == status
 
 
 def test_the_cpu_has_a_list_of_its_own_where_no_case_is_chosen(

@@ -91,9 +91,10 @@ extern "C" {
     // "ggml_backend_flash_attn_back_refusal": why the device does not run this node, NULL if it does (supports_op is the same answer)
     // "ggml_backend_flash_attn_back_path":    name of the kernel path that the device takes for a node that it runs
     // "ggml_backend_flash_attn_back_source":  ggml_flash_attn_back_source of the backend's own library
+    // Of a FLASH_ATTN_EXT node the first two answer for a forward that saves something for the gradient: where there is none, ggml's own runs.
     struct ggml_backend_device;
-    typedef const char * (*ggml_backend_flash_attn_back_refusal_t)(struct ggml_backend_device * dev, const struct ggml_tensor * back);
-    typedef const char * (*ggml_backend_flash_attn_back_path_t)   (struct ggml_backend_device * dev, const struct ggml_tensor * back);
+    typedef const char * (*ggml_backend_flash_attn_back_refusal_t)(struct ggml_backend_device * dev, const struct ggml_tensor * node);
+    typedef const char * (*ggml_backend_flash_attn_back_path_t)   (struct ggml_backend_device * dev, const struct ggml_tensor * node);
     typedef const char * (*ggml_backend_flash_attn_back_source_t) (void);
 
 #ifdef  __cplusplus

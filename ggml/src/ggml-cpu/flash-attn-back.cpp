@@ -896,12 +896,12 @@ bool aligned(const ggml_tensor * t) {
     return t->view_offs % align == 0;
 }
 
-const char * refusal(ggml_backend_device * /*dev*/, const ggml_tensor * back) {
-    return ggml_cpu_flash_attn_back_refusal(back);
+const char * refusal(ggml_backend_device * /*dev*/, const ggml_tensor * node) {
+    return node->op == GGML_OP_FLASH_ATTN_EXT ? "the CPU's forward saves nothing" : ggml_cpu_flash_attn_back_refusal(node);
 }
 
-const char * path(ggml_backend_device * /*dev*/, const ggml_tensor * /*back*/) {
-    return "cpu";
+const char * path(ggml_backend_device * /*dev*/, const ggml_tensor * node) {
+    return node->op == GGML_OP_FLASH_ATTN_EXT ? nullptr : "cpu";
 }
 
 const char * source(void) {

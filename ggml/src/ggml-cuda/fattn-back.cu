@@ -221,15 +221,21 @@ static int fattn_back_device_id(ggml_backend_dev_t dev) {
     GGML_ABORT("FLASH_ATTN_BACK: not a device of this backend");
 }
 
+// the path that runs the node of either kind
+static const fattn_back_path * fattn_back_choose_any(ggml_backend_dev_t dev, const ggml_tensor * dst, const char ** reason) {
+    const int device = fattn_back_device_id(dev);
+    return dst->op == GGML_OP_FLASH_ATTN_EXT ? fattn_back_choose_forward(device, dst, reason) : fattn_back_choose(device, dst, reason);
+}
+
 static const char * fattn_back_refusal(ggml_backend_dev_t dev, const ggml_tensor * dst) {
     const char * reason;
-    fattn_back_choose(fattn_back_device_id(dev), dst, &reason);
+    fattn_back_choose_any(dev, dst, &reason);
     return reason;
 }
 
 static const char * fattn_back_path_name(ggml_backend_dev_t dev, const ggml_tensor * dst) {
     const char * reason;
-    const fattn_back_path * path = fattn_back_choose(fattn_back_device_id(dev), dst, &reason);
+    const fattn_back_path * path = fattn_back_choose_any(dev, dst, &reason);
     return path != nullptr ? path->name : nullptr;
 }
 
