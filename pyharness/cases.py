@@ -84,7 +84,7 @@ class Case:
     kv_first: int = 0  # first key that gets dK and dV
     kv_count: int = 0  # keys that get dK and dV, 0 = all
     o: int = 0  # whether the forward's output is given
-    prec: str = "default"
+    prec: str = "default"  # f32: ggml_flash_attn_back_set_split
     data: str = "normal"
     layout: str = "cont"
     vview: int = 0  # v is a view of k's first hsv components

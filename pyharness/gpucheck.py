@@ -9,7 +9,7 @@ steps
   random     random shapes: what supports_op takes must run and be right, and whatever it refuses says why
   sanitizer  compute-sanitizer's memcheck, initcheck, racecheck and synccheck on a short list, every kernel path
   properties identities that need no reference, over random shapes (pytest and hypothesis)
-  public     the tests of hand-computed values, invariants, corners and publicly reported failures (pytest)
+  public     the tests of hand-computed values, invariants, corners, pairs and publicly reported failures (pytest)
   soak       mixed shapes on two streams beside memory that comes and goes: the same bits, no growth
   memory     too little device memory for the workspace: right, or a graph that fails in words
   large      publicly reported failures of sizes beyond 2^31 elements
@@ -79,6 +79,7 @@ ON_DEVICE = (
     "tests/test_hand.py",
     "tests/test_invariants.py",
     "tests/test_corners.py",
+    "tests/test_pair.py",
 )
 ON_DEVICE_TRAINING = "tests/test_public_training.py"
 

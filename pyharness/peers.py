@@ -43,9 +43,9 @@ class Unavailable(Exception):
 class Peer:
     """One implementation on one case. A context manager: entering builds it or raises Unavailable.
 
-    `who` names it, `paths` the kernel paths that the passes take, `bytes` are the device bytes of its tensors (None: unknown),
-    `passes` the ways to time it, `traffic` the bytes of inputs and outputs of those passes that are compared with the
-    device's ceilings."""
+    `who` names it, `paths` the kernel paths that its passes take, `bytes` are the device bytes of its tensors (None:
+    unknown), `passes` the ways to time it, `traffic` the bytes of inputs and outputs of those passes that are compared
+    with the device's ceilings."""
 
     who = ""
     paths: dict[str, str] = {}  # noqa: RUF012

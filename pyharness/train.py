@@ -18,6 +18,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -101,6 +102,12 @@ class Run:
     def misplaced(self) -> list[dict[str, Any]]:
         """Attention nodes, forward or backward, that the scheduler gave to another device than their layer's."""
         return [e for e in self.all("node") if e["backend"] != e["device"]]
+
+    @property
+    def paths(self) -> str:
+        """The operator's kernel paths that ran the attention nodes; none ran a forward that is ggml's own."""
+        found = Counter((e["op"], e["path"]) for e in self.all("node"))
+        return ", ".join(f"{op} {path} x{count}" for (op, path), count in sorted(found.items()))
 
     @property
     def problem(self) -> str:
@@ -352,6 +359,7 @@ def demo(args: argparse.Namespace, program: Path, model: Path, text: Path, commo
             f"peak of the process {one.memory('process') / 2**20:.0f} MiB"
             + (f", of the device {one.memory('peak') / 2**20:.0f} MiB" if args.device != "cpu" else "")
         )
+    print(f"kernel paths: {watched['on'].paths}")
     gradients = gradient_errors(args.out / "gradients-on.gguf", args.out / "gradients-off.gguf")
     losses = {name: one.losses for name, one in runs.items()}
     checks = [
@@ -556,6 +564,7 @@ def bench(args: argparse.Namespace, program: Path, model: Path, text: Path, comm
         on_cpu = [f"{e['op']} x{e['nodes']}" for e in placed.all("ops") if e["backend"] == "CPU" and e["op"] != "NONE"]
         print(f"nodes on the CPU: {', '.join(on_cpu) or 'none'}")
     print(f"attention nodes on another device than their layer: {len(placed.misplaced)} of {len(placed.all('node'))}")
+    print(f"kernel paths: {placed.paths}")
     for fa in ("off", "on") if args.device != "cpu" else ():
         ctx = 512
         while ctx < 1 << 18 and attempt(steps=1, fa=fa, ctx=ctx, memory=CARD).exit_code == 0:

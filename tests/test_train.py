@@ -132,6 +132,7 @@ def test_attention_runs_where_its_layer_lies(trainer: Trainer) -> None:
     found = sorted((node["op"], node["layer"]) for node in run.all("node"))
     assert found == [("FLASH_ATTN_BACK", 0), ("FLASH_ATTN_BACK", 1), ("FLASH_ATTN_EXT", 0), ("FLASH_ATTN_EXT", 1)]
     assert not run.misplaced
+    assert run.paths == "FLASH_ATTN_BACK cpu x2, FLASH_ATTN_EXT none x2"
 
 
 def test_every_step_starts_from_zero_gradients(trainer: Trainer) -> None:
