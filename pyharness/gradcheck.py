@@ -363,21 +363,21 @@ def run(args: argparse.Namespace) -> int:
             os._exit(1)
 
         otherwise, library.on_abort = library.on_abort, aborted
-        for device, case, graph in work:
-            reporter.start(case)
-            try:
-                result = check(library, device, case, args.seed, graph, args.threads, args.samples)
-            except KeyboardInterrupt:
-                stopped = errors.INTERRUPTED
-                break
-            except errors.Lost:
-                raise
-            except (errors.Failure, MemoryError) as error:
-                status = "skipped" if isinstance(error, (errors.Environment, MemoryError)) else "failed"
-                why = f"{graph}: {error or 'out of memory'}"
-                result = CaseResult(case, device.name, case.seed(args.seed), status, why, path=graph)
-            results.append(result)
-            reporter.case(result)
+        try:
+            for device, case, graph in work:
+                reporter.start(case)
+                try:
+                    result = check(library, device, case, args.seed, graph, args.threads, args.samples)
+                except errors.Lost:
+                    raise
+                except (errors.Failure, MemoryError) as error:
+                    status = "skipped" if isinstance(error, (errors.Environment, MemoryError)) else "failed"
+                    why = f"{graph}: {error or 'out of memory'}"
+                    result = CaseResult(case, device.name, case.seed(args.seed), status, why, path=graph)
+                results.append(result)
+                reporter.case(result)
+        except KeyboardInterrupt:
+            stopped = errors.INTERRUPTED
         library.on_abort = otherwise
         reporter.finish(results, len(work))
     return stopped or exit_code(results, args.strict)

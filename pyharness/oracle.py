@@ -371,35 +371,37 @@ def execute(args: argparse.Namespace, selected: list[Case], checks: Sequence[dic
                 os._exit(1)
 
             otherwise, library.on_abort = library.on_abort, aborted
-            for device, case in work:
-                reporter.start(case)
+            try:
+                for device, case in work:
+                    reporter.start(case)
 
-                def one(device: ggml.Device = device, case: Case = case) -> CaseResult:
-                    return check(library, device, case, args.seed, args.threads, limits, args.repeat, reporter.fraction)
+                    def one(device: ggml.Device = device, case: Case = case) -> CaseResult:
+                        return check(
+                            library, device, case, args.seed, args.threads, limits, args.repeat, reporter.fraction
+                        )
 
-                try:
-                    result = _timed(one, args.timeout)
-                except KeyboardInterrupt:
-                    stopped, stuck = errors.INTERRUPTED, True
-                    break
-                except TimeoutError:
-                    why = f"no answer within {args.timeout:g} s"
-                    result = CaseResult(case, device.name, case.seed(args.seed), "failed", why)
-                    stuck = True
-                except errors.Lost as error:
-                    reporter.flush()
-                    print(f"pyharness oracle: {error}", file=sys.stderr)
-                    stopped, reason = errors.Lost.exit_code, str(error)
-                    break
-                except (errors.Environment, errors.Usage, MemoryError) as error:
-                    why = str(error) or "out of memory"
-                    result = CaseResult(case, device.name, case.seed(args.seed), "skipped", why)
-                except errors.Failure as error:
-                    result = CaseResult(case, device.name, case.seed(args.seed), "failed", str(error))
-                results.append(result)
-                reporter.case(result)
-                if stuck:
-                    break
+                    try:
+                        result = _timed(one, args.timeout)
+                    except TimeoutError:
+                        why = f"no answer within {args.timeout:g} s"
+                        result = CaseResult(case, device.name, case.seed(args.seed), "failed", why)
+                        stuck = True
+                    except errors.Lost as error:
+                        reporter.flush()
+                        print(f"pyharness {args.verb}: {error}", file=sys.stderr)
+                        stopped, reason = errors.Lost.exit_code, str(error)
+                        break
+                    except (errors.Environment, errors.Usage, MemoryError) as error:
+                        why = str(error) or "out of memory"
+                        result = CaseResult(case, device.name, case.seed(args.seed), "skipped", why)
+                    except errors.Failure as error:
+                        result = CaseResult(case, device.name, case.seed(args.seed), "failed", str(error))
+                    results.append(result)
+                    reporter.case(result)
+                    if stuck:
+                        break
+            except KeyboardInterrupt:
+                stopped, stuck = errors.INTERRUPTED, True
             library.on_abort = otherwise
             reporter.finish(results, len(work))
     code = stopped or exit_code(results, args.strict) or int(not all(check["passed"] for check in checks))

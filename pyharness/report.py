@@ -6,14 +6,16 @@ import csv
 import dataclasses
 import json
 import math
+import os
 import shlex
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterable
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, ConsoleRenderable, RenderableType, RenderResult
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
@@ -27,6 +29,27 @@ COLOURS = {"ok": "green", "failed": "bold red", "unsupported": "yellow", "skippe
 HEARTBEAT = 20.0  # seconds between progress lines where there is no terminal
 
 
+def console(stderr: bool = False) -> Console:
+    """A Console on stdout or stderr. A terminal gets one only: a second one would write over the first one's bar."""
+    colours: Literal["auto"] | None = None if os.environ.get("NO_COLOR") else "auto"
+    return Console(stderr=stderr, color_system=colours, highlight=False, soft_wrap=True, markup=False, emoji=False)
+
+
+class _Narrow(ConsoleRenderable):
+    """What leaves the last columns free: there the terminal echoes Ctrl-C, and a line that wraps is not erased."""
+
+    def __init__(self, inner: RenderableType) -> None:
+        self.inner = inner
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        return console.render(self.inner, options.update_width(options.max_width - len("^C^C^C")))
+
+
+class _Bars(Progress):
+    def get_renderables(self) -> Iterable[RenderableType]:
+        return map(_Narrow, super().get_renderables())
+
+
 class Reporter:
     """Reports a run as it goes. A context manager: the progress bar lives inside."""
 
@@ -35,23 +58,23 @@ class Reporter:
         self.verb = verb
         self.total = total
         self.seed = seed
-        self.out = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
-        self.err = Console(stderr=True, highlight=False, soft_wrap=True, markup=False, emoji=False)
+        self.out = console()
+        self.bars = self.out if sys.stdout.isatty() else console(stderr=True)
         self.counts: Counter[str] = Counter()
         self.case_now: Case | None = None
         self.beat = time.monotonic()
         self.csv: Any = None
-        self.progress = Progress(
+        self.progress = _Bars(
             TextColumn("{task.description}"),
             BarColumn(),
             MofNCompleteColumn(),
             TimeRemainingColumn(),
-            console=self.err,
-            disable=not self.err.is_terminal,
+            console=self.bars,
+            disable=not sys.stderr.isatty() or self.bars.is_dumb_terminal,
             redirect_stdout=sys.stdout.isatty(),
             transient=True,
         )
-        self.bar = self.progress.add_task("", total=total)
+        self.bar = self.progress.add_task(_counts(self.counts), total=total)
         self.inner = self.progress.add_task("reference", total=1.0, visible=False)
 
     def __enter__(self) -> Reporter:
@@ -69,13 +92,12 @@ class Reporter:
     def start(self, case: Case) -> None:
         """A case begins."""
         self.case_now = case
-        self.progress.update(self.bar, description=_counts(self.counts))
         self.progress.update(self.inner, completed=0, visible=False)
 
     def fraction(self, done: float) -> None:
         """How much of the current case's reference is done, 0 to 1."""
         self.progress.update(self.inner, completed=done, visible=True)
-        if not self.err.is_terminal and time.monotonic() - self.beat > HEARTBEAT:
+        if self.progress.disable and time.monotonic() - self.beat > HEARTBEAT:
             self.beat = time.monotonic()
             print(
                 f"{sum(self.counts.values())}/{self.total} {_counts(self.counts)}, {done:.0%} of {self.case_now}",
@@ -85,7 +107,7 @@ class Reporter:
     def case(self, result: CaseResult) -> None:
         """A case has ended."""
         self.counts[result.status] += 1
-        self.progress.advance(self.bar)
+        self.progress.update(self.bar, advance=1, description=_counts(self.counts))
         if self.output == "console":
             self._line(result)
         elif self.output == "csv":
