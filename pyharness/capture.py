@@ -49,8 +49,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--tokens", type=int, metavar="N", help="cut sequences after N tokens, 0 = none (default)")
     add("--rows", type=int, metavar="N", help="keep the last N queries (of every key), 0 = all (default)")
     add("--kv-heads", metavar="LIST", help="keep these KV heads (as 0,2) and their query heads")
-    add("--type-k", choices=TYPES, default="f32")
-    add("--type-v", choices=TYPES, default="f32")
+    for part in "kv":
+        types = f"type that {part} is stored in: {', '.join(TYPES)} (default: f32)"
+        add(f"--type-{part}", choices=TYPES, default="f32", metavar="TYPE", help=types)
     add("--licence", default="", help="licence of model and text, stored as a note")
     add("--force", action="store_true", help="replace the file if it exists")
 

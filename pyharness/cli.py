@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import errno
 import importlib
+import itertools
 import os
+import re
 import sys
+import textwrap
 import threading
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, NoReturn
 
-from . import build, errors
+from . import __version__, build, commands, errors
 
 VERBS = {
     "doctor": ("doctor", "what is built, which devices, which paths, what is missing and how to get it"),
@@ -29,8 +34,14 @@ VERBS = {
 }
 
 EPILOG = """exit codes:
-  0 ok   1 a case failed   2 usage   3 environment   4 receipt invalid   5 nothing selected   6 receipt stale
-  130 interrupted
+  0    ok
+  1    a case failed
+  2    usage: a wrong option, argument or file
+  3    environment: a build, a device or a package is missing
+  4    receipt invalid
+  5    nothing selected
+  6    receipt stale
+  130  interrupted
 
 examples:
   python -m pyharness doctor
@@ -49,28 +60,97 @@ AT_MOST = {"threads": 512, "timeout": threading.TIMEOUT_MAX}
 """Bounds of all other numbers by the names of their options, 0 and up where nothing is said; threads are ggml's."""
 
 
+class _Help(argparse.RawDescriptionHelpFormatter):
+    """Help at the width of the terminal: prose is filled, indented lines keep their columns, commands stay whole."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        blocks = re.split(r"\n\s*\n", text.strip("\n"))
+        return "\n\n".join(self._block(block, width, indent) for block in blocks)
+
+    def _block(self, block: str, width: int, indent: str) -> str:
+        lines = block.splitlines()
+        if not any(line.startswith(" ") for line in lines):
+            return textwrap.fill(block, width, initial_indent=indent, subsequent_indent=indent)
+        return "\n".join(line if "python -m" in line else self._row(line, width) for line in lines)
+
+    @staticmethod
+    def _row(line: str, width: int) -> str:
+        """An indented line, its continuation below the second column."""
+        column = re.match(r" *\S.*?  +", line)
+        return textwrap.fill(line, width, subsequent_indent=" " * (column.end() if column else 0))
+
+
+class Parser(argparse.ArgumentParser):
+    """Errors as the rest of the command line prints them, with what was probably meant."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{"formatter_class": _Help} | options)
+
+    def error(self, message: str) -> NoReturn:
+        """Print the message and the command that lists the options; exit 2."""
+        name = self.prog.removeprefix("python -m ")
+        self.exit(errors.Usage.exit_code, f"{name}: {message}\n  {commands.python()} -m {name} --help\n")
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """argparse's, but an argument that this parser does not know is an error, before one that is missing."""
+        words = sys.argv[1:] if args is None else list(args)
+        own = itertools.takewhile(lambda word: word != "--" and (self._subparsers is None or word[:1] == "-"), words)
+        for word in own:  # an action's options are its parser's to judge
+            if word.startswith("--") and not self._options(word):
+                self._unknown(word)
+        found, unknown = super().parse_known_args(words, namespace)
+        if unknown:
+            self._unknown(unknown[0])
+        return found, unknown
+
+    def _options(self, word: str) -> list[str]:
+        """The options that a word may stand for: it may be cut short."""
+        names = (name for action in self._actions for name in action.option_strings)
+        return [name for name in names if name.startswith(word.partition("=")[0])]
+
+    def _unknown(self, word: str) -> NoReturn:
+        if not word.startswith("-"):
+            self.error(f"unexpected argument {word!r}")
+        option = word.partition("=")[0]
+        shown = {
+            name.lstrip("-"): name
+            for action in self._actions
+            if action.help != argparse.SUPPRESS
+            for name in action.option_strings
+        }
+        close = difflib.get_close_matches(option.lstrip("-"), shown, n=1)
+        self.error(f"unknown option {option}" + (f"; did you mean {shown[close[0]]}?" if close else ""))
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            names = list(map(str, action.choices))
+            close = difflib.get_close_matches(str(value), names, n=1)
+            message = f"{value!r} is none of {', '.join(names)}" + (f"; did you mean {close[0]}?" if close else "")
+            raise argparse.ArgumentError(action, message)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb; returns the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     width = max(map(len, VERBS))
     listing = "\n".join(f"  {verb:<{width}}  {text}" for verb, (_, text) in VERBS.items())
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m pyharness",
-        description=f"Checks and times FLASH_ATTN_BACK of a patched ggml.\n\nverbs (VERB --help says more):\n{listing}",
+        description="Checks and times FLASH_ATTN_BACK of a patched ggml.\n\n"
+        f"verbs (VERB --help lists its options):\n{listing}",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
         usage="%(prog)s VERB [options]",
     )
-    parser.add_argument("verb", choices=VERBS, metavar="VERB", help="one of the verbs above")
+    parser.add_argument("verb", choices=VERBS, metavar="VERB", nargs="?", help="one of the verbs above")
+    parser.add_argument("--version", action="version", version=f"pyharness {__version__}")
     verb = parser.parse_args(words[:1]).verb
+    if verb is None:
+        parser.print_help(sys.stderr)
+        return errors.Usage.exit_code
 
     try:
         module = importlib.import_module(f".{VERBS[verb][0]}", __package__)
-        verb_parser = argparse.ArgumentParser(
-            prog=f"python -m pyharness {verb}",
-            description=(module.__doc__ or VERBS[verb][1]).strip(),
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
+        verb_parser = Parser(prog=f"python -m pyharness {verb}", description=module.__doc__ or VERBS[verb][1])
         verb_parser.set_defaults(verb=verb)
         module.add_arguments(verb_parser)
         args = verb_parser.parse_args(words[1:])

@@ -248,7 +248,8 @@ def vocabulary(root: Path = ROOT) -> Path:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """train's options."""
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where to train (default: cpu)")
-    parser.add_argument("--shape", choices=tiny.SHAPES, default="llama", help="shape of the model (default: llama)")
+    shapes = f"shape of the model: {', '.join(tiny.SHAPES)} (default: llama)"
+    parser.add_argument("--shape", choices=tiny.SHAPES, default="llama", metavar="NAME", help=shapes)
     parser.add_argument("--steps", type=int, default=50, metavar="N", help="optimizer steps (default: 50)")
     parser.add_argument(
         "--ctx", type=int, default=256, metavar="N", help=f"context, a multiple of {CELLS} (default: 256)"

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import argparse
 import csv
+import importlib
+import importlib.metadata
 import io
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -38,7 +43,7 @@ def test_help_lists_the_verbs_and_the_exit_codes(capsys: pytest.CaptureFixture[s
     text = capsys.readouterr().out
     for verb in cli.VERBS:
         assert f"  {verb} " in text
-    assert "130 interrupted" in text
+    assert "130  interrupted" in text
 
 
 @pytest.mark.parametrize("verb", cli.VERBS)
@@ -49,11 +54,92 @@ def test_every_verb_has_help(verb: str, capsys: pytest.CaptureFixture[str]) -> N
     assert f"python -m pyharness {verb}" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("words", [[], ["orcale"], ["oracle", "--frobnicate"], ["oracle", "--output", "xml"]])
-def test_a_wrong_command_line_is_exit_2(words: list[str]) -> None:
+@pytest.mark.parametrize("verb", ["", *cli.VERBS])
+def test_help_fits_the_terminal_and_leaves_commands_whole(
+    verb: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        cli.main([*verb.split(), "--help"])
+    lines = capsys.readouterr().out.splitlines()
+    assert not [line for line in lines if len(line) > 80 and " " in line.strip() and "python -m" not in line]
+
+
+def test_no_verb_at_all_is_exit_2_and_shows_the_verbs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([]) == 2
+    assert "  oracle " in capsys.readouterr().err
+
+
+def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["--version"])
+    assert caught.value.code == 0
+    assert capsys.readouterr().out == f"pyharness {importlib.metadata.version('pyharness')}\n"
+
+
+def wrong(words: Sequence[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """What a wrong command line says."""
     with pytest.raises(SystemExit) as caught:
         cli.main(words)
-    assert caught.value.code == 2
+    assert caught.value.code == errors.Usage.exit_code
+    streams = capsys.readouterr()
+    assert not streams.out
+    return streams.err
+
+
+def misspelt(word: str) -> str:
+    """A word with its first two letters swapped."""
+    dashes, letters = word[: -len(word.lstrip("-"))], word.lstrip("-")
+    return dashes + letters[1] + letters[0] + letters[2:]
+
+
+def options(parser: argparse.ArgumentParser, *words: str) -> Iterator[tuple[str, ...]]:
+    """Every option of three letters or more that help shows, after the words that lead to it."""
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for name, sub in action.choices.items():
+                yield from options(sub, *words, name)
+        elif action.help != argparse.SUPPRESS:
+            yield from ((*words, name) for name in action.option_strings if re.match("--...", name))
+
+
+def every_option() -> Iterator[tuple[str, ...]]:
+    for verb, (module, _) in cli.VERBS.items():
+        parser = cli.Parser()
+        importlib.import_module(f"pyharness.{module}").add_arguments(parser)
+        yield from options(parser, verb)
+
+
+@pytest.mark.parametrize("words", list(every_option()), ids=" ".join)
+def test_an_option_that_is_misspelt_is_suggested(words: Sequence[str], capsys: pytest.CaptureFixture[str]) -> None:
+    *before, option = words
+    said = wrong([*before, misspelt(option)], capsys)
+    assert f"pyharness {' '.join(before)}: unknown option {misspelt(option)}; did you mean {option}?" in said
+    assert f"-m pyharness {' '.join(before)} --help" in said
+
+
+@pytest.mark.parametrize("verb", cli.VERBS)
+def test_a_verb_that_is_misspelt_is_suggested(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert f"did you mean {verb}?" in wrong([misspelt(verb)], capsys)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("receipt verfy some.json", "did you mean verify?"),
+        ("--versoin", "did you mean --version?"),
+        ("oracle --output jsno", "'jsno' is none of console, json, csv, md; did you mean json?"),
+        ("oracle --output xml", "'xml' is none of console, json, csv, md\n"),
+        ("oracle --frobnicate", "unknown option --frobnicate\n"),
+        ("oracle -x", "unknown option -x\n"),
+        ("list hsk=64", "unexpected argument 'hsk=64'"),
+        ("capture --modle m", "did you mean --model?"),  # not that --model is missing
+        ("gpucheck --iner soak", "unknown option --iner\n"),  # the hidden ones stay hidden
+        ("receipt", "the following arguments are required: ACTION"),
+    ],
+)
+def test_what_is_wrong_in_a_command_line_is_named(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert said in wrong(words.split(), capsys)
 
 
 @pytest.mark.parametrize(

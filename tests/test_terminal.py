@@ -84,6 +84,8 @@ def run(
     """Run the command line on a terminal (`piped`: its results go elsewhere); watch sees each change of the screen."""
     terminal, slave = os.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", ROWS, columns, 0, 0))
+    screen = pyte.HistoryScreen(columns, ROWS, history=5000)
+    stream, written = pyte.ByteStream(screen), b""
     process = subprocess.Popen(
         [sys.executable, "-m", "pyharness", *words],
         stdin=slave,
@@ -95,14 +97,15 @@ def run(
         preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # so that Ctrl-C reaches it
     )
     os.close(slave)
-    screen = pyte.HistoryScreen(columns, ROWS, history=5000)
-    stream, written = pyte.ByteStream(screen), b""
-    for data in chunks(terminal):
-        written += data
-        stream.feed(data)
-        watch(screen, terminal)
-    os.close(terminal)
-    return Terminal(process.wait(), written, shown(screen))
+    try:
+        for data in chunks(terminal):
+            written += data
+            stream.feed(data)
+            watch(screen, terminal)
+    finally:
+        os.close(terminal)  # which hangs up on what still runs
+        code = process.wait()
+    return Terminal(code, written, shown(screen))
 
 
 @functools.cache
