@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import difflib
+import re
 from pathlib import Path
 
 from . import capture_file, cases, errors, ggml
 
 OUTPUTS = ("console", "json", "csv", "md")
+RECEIPTS = ggml.ROOT / "receipts"
 
 
 def selection(parser: argparse.ArgumentParser, default_file: Path = cases.CASES) -> None:
@@ -74,6 +77,32 @@ def listed(args: argparse.Namespace) -> list[cases.Case]:
     if "forward" in args:
         known = cases.in_graphs(known, [args.forward] if args.forward else cases.GRAPHS)
     return known
+
+
+def receipt(name: str) -> Path:
+    """The file of a receipt that is given by its path, or by its id or the first digits of that, four at least.
+
+    Raises errors.Usage where no receipt in `receipts`, or more than one, has such an id."""
+    path = Path(name)
+    if path.exists() or not re.fullmatch("[0-9a-f]{4,64}", name):
+        return path
+    known = {label(file): file for file in sorted(RECEIPTS.glob("*.json")) if label(file) != file.name}
+    found = {id12: file for id12, file in known.items() if id12.startswith(name[:12])}
+    if len(name) > 12:
+        found = {id12: file for id12, file in found.items() if f'"id":"{name}' in file.read_text(encoding="utf-8")}
+    if len(found) > 1:
+        raise errors.Usage(f"receipt {name} is not unique", f"give more digits: {', '.join(found)}")
+    if not found:
+        close = difflib.get_close_matches(name, [id12[: len(name)] for id12 in known], n=1)
+        hint = f"did you mean {close[0]}?" if close else "receipts/README.md lists their ids; elsewhere give the file"
+        raise errors.Usage(f"no receipt {name} in {RECEIPTS}", hint)
+    return next(iter(found.values()))
+
+
+def label(path: Path) -> str:
+    """How messages name a receipt: by the id in its file's name, by the whole name where there is none."""
+    found = re.fullmatch(r".*-([0-9a-f]{12})\.json", path.name)
+    return found[1] if found else path.name
 
 
 def select(args: argparse.Namespace) -> list[cases.Case]:

@@ -356,7 +356,7 @@ def execute(args: argparse.Namespace, selected: list[Case], checks: Sequence[dic
                     checks=checks,
                     monitor=seen,
                 )
-                print(f"receipt {path}", file=sys.stderr)
+                print(f"receipt {options.label(path)} ({path})", file=sys.stderr)
 
         with report.Reporter(args.output, len(work), args.seed) as reporter:
 

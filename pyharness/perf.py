@@ -382,7 +382,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--error", choices=("slice", "full", "none"), default="slice",
         help="NMSE against float64 of the first KV head with its query heads, of all, or none (default: slice)",
     )  # fmt: skip
-    parser.add_argument("--base", type=Path, metavar="RECEIPT", help="compare with an earlier perf receipt")
+    parser.add_argument("--base", type=options.receipt, metavar="RECEIPT", help="compare with an earlier perf receipt")
     parser.add_argument(
         "--budget",
         type=float,
@@ -415,7 +415,7 @@ def run(args: argparse.Namespace) -> int:
     selected = options.select(args)
     base = statement.read(args.base) if args.base else None
     if base is not None and not base["predicate"]["receipt"]["perf"]:
-        raise errors.Usage(f"--base {args.base}: not a receipt of perf")
+        raise errors.Usage(f"--base {options.label(args.base)}: not a receipt of perf")
     started = time.time()
     stopped: KeyboardInterrupt | MemoryError | errors.Failure | None = None
     measurements: list[dict[str, Any]] = []
@@ -451,7 +451,7 @@ def run(args: argparse.Namespace) -> int:
                 monitor=seen,
                 perf=found,
             )
-            print(f"receipt {path}", file=sys.stderr, flush=True)
+            print(f"receipt {options.label(path)} ({path})", file=sys.stderr, flush=True)
 
     def aborted(message: str) -> None:
         print(f"ggml aborted: {message.strip()}", file=sys.stderr)

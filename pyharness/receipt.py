@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from .ggml import Device, Library
     from .oracle import CaseResult
 
-DIRECTORY = ROOT / "receipts"
+DIRECTORY = options.RECEIPTS
+RECEIPT = "a file, or the id of a receipt in receipts/, four of its digits or more"
 INDEX = "README.md"
 
 
@@ -128,7 +129,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     verbs = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
 
     show = verbs.add_parser("show", help="what receipts say")
-    show.add_argument("receipts", nargs="+", type=Path, metavar="RECEIPT")
+    show.add_argument("receipts", nargs="+", type=options.receipt, metavar="RECEIPT", help=RECEIPT)
     form = show.add_mutually_exclusive_group()
     form.add_argument("--md", action="store_true", help="the reviewer's two tables: correctness by part, performance")
     form.add_argument("--json", action="store_true", help="the documents")
@@ -137,7 +138,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     check = verbs.add_parser(
         "verify", help="schema, id, signature, sums, files, libraries; exit 0, 4 invalid, 6 stale, 1 not reproduced"
     )
-    check.add_argument("receipts", nargs="+", type=Path, metavar="RECEIPT")
+    check.add_argument("receipts", nargs="+", type=options.receipt, metavar="RECEIPT", help=RECEIPT)
     check.add_argument("--key", type=Path, metavar="PEM", help="demand a signature by this ed25519 public key")
     check.add_argument("--check-libs", type=Path, metavar="DIR", help="demand that DIR holds the libraries that ran")
     check.add_argument("--sources-only", action="store_true", help="do not compare libraries")
@@ -148,11 +149,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     diff = verbs.add_parser(
         "diff", help="what differs between two receipts: limits, cases, files, results; exit 1 when something does"
     )
-    diff.add_argument("old", type=Path)
-    diff.add_argument("new", type=Path)
+    diff.add_argument("old", type=options.receipt, metavar="OLD", help=RECEIPT)
+    diff.add_argument("new", type=options.receipt, metavar="NEW", help=RECEIPT)
 
     sign = verbs.add_parser("sign", help="sign a receipt with an ed25519 key (DSSE)")
-    sign.add_argument("receipts", nargs="+", type=Path, metavar="RECEIPT")
+    sign.add_argument("receipts", nargs="+", type=options.receipt, metavar="RECEIPT", help=RECEIPT)
     sign.add_argument(
         "--key", type=Path, required=True, metavar="PEM", help="private key: openssl genpkey -algorithm ed25519"
     )
@@ -233,7 +234,7 @@ def _verify(args: argparse.Namespace) -> int:
         if not args.json:
             for finding in found:
                 print(f"{'note' if finding.code == 0 else _verdict(finding.code):8} {finding.step}: {finding.text}")
-            print(f"{_verdict(code)}  {path.name}{_outcome(path, code)}")
+            print(f"{_verdict(code)}  {options.label(path)}{_outcome(path, code)}")
     if args.json:
         print(json.dumps(report, indent=1))
     return next((code for code in codes if code), 0)

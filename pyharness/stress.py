@@ -143,7 +143,7 @@ def repeat(args: argparse.Namespace) -> int:
                 selection=statement.selection(listed, listed, [device.name]),
                 monitor=watch.report(),
             )
-            print(f"receipt {path}")
+            print(f"receipt {options.label(path)} ({path})")
     if problem:
         raise problem
     rest = f", {len(results) - len(ran)} unsupported" if len(ran) < len(results) else ""

@@ -413,7 +413,7 @@ def stamp(
     started: float,
 ) -> None:
     """Writes the receipt."""
-    from . import receipt, statement
+    from . import options, receipt, statement
 
     number = statement.number
     (start,) = runs["on"].all("start")
@@ -437,7 +437,7 @@ def stamp(
         args.receipts, "train", library, [], seed=0, partial=False, started=started, finished=time.time(),
         case_files=[], exit_code=int(not all(check.passed for check in checks)), train=train,
     )  # fmt: skip
-    print(f"receipt {path}", file=sys.stderr)
+    print(f"receipt {options.label(path)} ({path})", file=sys.stderr)
 
 
 def trained(args: argparse.Namespace, program: Path, model: Path, text: Path) -> dict[str, Any]:

@@ -263,7 +263,7 @@ def test_a_receipt_is_written_and_named_on_stderr(tmp_path: Path) -> None:
     done = process("oracle", "-b", "CPU", "-o", CASE, "--receipts", str(tmp_path))
     assert done.returncode == 0, done.stderr
     (path,) = tmp_path.glob("*-oracle-*.json")
-    assert str(path) in done.stderr
+    assert f"receipt {path.stem.rpartition('-')[2]} ({path})" in done.stderr
     assert CASE in path.read_text()
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from receipt_world import CASES, KERNEL, World, change, libraries, make, timed, trained
 
-from pyharness import cases, errors, ggml, receipt, signing, statement, train, verify
+from pyharness import cases, errors, ggml, options, receipt, signing, statement, train, verify
 from pyharness.digest import ROOT
 
 
@@ -32,7 +32,7 @@ def test_nothing_changed(world: World) -> None:
         notes = ["note     signature: unsigned"]
         notes.append(f"note     commit: the files are those of commit {commit}")
         found = [line for line in text.splitlines() if " run: " not in line]
-        assert (code, found) == (0, [*notes, f"FRESH  {path.name}"])
+        assert (code, found) == (0, [*notes, f"FRESH  {options.label(path)}"])
 
 
 def test_a_byte_in_a_kernel(world: World) -> None:
