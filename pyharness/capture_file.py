@@ -21,7 +21,7 @@ import gguf
 import numpy as np
 import numpy.typing as npt
 
-from . import cases, errors
+from . import build, cases, errors
 from .cases import Case
 from .inputs import Inputs
 
@@ -180,7 +180,7 @@ def _read_safetensors(file: Path, size: int) -> tuple[dict[str, _Stored], dict[s
     try:
         import safetensors
     except ImportError:
-        raise errors.Environment("safetensors is not installed", "pip install safetensors, or store GGUF") from None
+        raise errors.Environment("safetensors is not installed", build.pip()) from None
     try:
         with safetensors.safe_open(file, framework="numpy") as opened:
             metadata: dict[str, Any] = dict(opened.metadata() or {})

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from . import __version__, build, commands, errors
+from . import __version__, commands, errors
 
 VERBS = {
     "doctor": ("doctor", "what is built, which devices, which paths, what is missing and how to get it"),
@@ -175,7 +175,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not error.name or error.name.partition(".")[0] == __package__:
             raise
         print(f"pyharness {verb}: no Python package {error.name}", file=sys.stderr)
-        print(f"  run . {build.VENV}/bin/activate, which ./scripts/oracle makes, or {build.pip()}", file=sys.stderr)
+        print(f"  {commands.packages()}", file=sys.stderr)
         return errors.Environment.exit_code
 
 

@@ -8,7 +8,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from .build import ROOT, VENV
+from .build import PYTHON, ROOT, VENV, pip
 
 
 def python() -> str:
@@ -22,6 +22,19 @@ def script(name: str) -> str:
     """A script of scripts/."""
     path = Path("scripts") / name
     return f"./{path}" if os.path.samefile(".", ROOT) else shlex.quote(str(ROOT / path))
+
+
+def packages() -> str:
+    """Get the packages of pyharness: into the checkout's virtual environment, or that environment itself."""
+    if Path(sys.prefix) == VENV:
+        return pip()
+    return f". {shlex.quote(str(VENV / 'bin/activate'))}" if PYTHON.exists() else script("oracle")
+
+
+def rebuild(libraries: Path) -> str:
+    """Build the libraries of a folder again; those of no preset's build are replaced by the CPU's."""
+    folder = libraries.parent
+    return build(folder.name) if folder.parent == ROOT / "build" else script("oracle")
 
 
 def build(preset: str) -> str:

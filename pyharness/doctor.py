@@ -8,16 +8,18 @@ import platform
 import shutil
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from importlib.metadata import version
 
-from . import cases, digest, errors, ggml, options, support
+from . import __version__, build, cases, commands, digest, errors, ggml, options, support
 
 OPTIONAL = {
-    "pynvml": "nvidia-ml-py: perf and receipts watch the GPU",
-    "matplotlib": "matplotlib: receipt show --plot",
-    "securesystemslib": "securesystemslib: signed receipts",
-    "torch": "torch: capture, perf --peer torch",
+    "pynvml": ("nvidia-ml-py: perf and receipts watch the GPU", ""),
+    "matplotlib": ("matplotlib: receipt show --plot", "plot"),
+    "securesystemslib": ("securesystemslib: signed receipts", "sign"),
+    "torch": ("torch: capture, perf --peer torch", "capture"),
 }
+"""What each module is for, and the extra of pyproject.toml that brings it."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,35 +31,42 @@ def run(args: argparse.Namespace) -> int:
     """Print the state of the tree, the build and the devices; 3 when the oracle could not run."""
     tree = digest.patch_digest()
     packages = " ".join(f"{name} {version(name)}" for name in ("numpy", "cffi", "gguf"))
-    print(f"python    {platform.python_version()}, {packages}")
-    print(f"tree      {ggml.ROOT}, sources {tree[:12]}")
-    print(f"builds    {', '.join(presets()) or 'none'}")
+    _print("pyharness", __version__)
+    _print("python", f"{platform.python_version()}, {packages}")
+    _print("tree", f"{ggml.ROOT}, sources {tree[:12]}")
+    _print("builds", ", ".join(presets()) or "none")
     code = 0
     try:
         library = options.library(args)
     except errors.Environment as error:
-        print(f"library   {error}\n          {error.hint}")
+        _print("library", str(error), error.hint)
         return error.exit_code
-    print(f"library   ggml {library.version} in {library.directory}")
-    for mapped in library.mapped():
-        print(f"          {mapped.name}")
+    _print("library", f"ggml {library.version} in {library.directory}", *(path.name for path in library.mapped()))
     sources = {"libggml-base": library.source} | {d.name: d.source for d in library.devices()}
     for name, source in sources.items():
         if source == tree:
-            print(f"source    {name}: the tree's")
+            _print("source", f"{name}: the tree's")
         elif source is None:
-            print(f"source    {name}: knows no FLASH_ATTN_BACK")
+            _print("source", f"{name}: has no FLASH_ATTN_BACK")
         else:
-            print(f"source    {name}: {source[:12]}, not the tree's; build again: ./scripts/oracle")
+            _print("source", f"{name}: {source[:12]}, not the tree's; build again:", library.rebuild)
             code = errors.Environment.exit_code
     for device in options.devices(args, library):
-        print(f"device    {device.name}: {device.description}, {memory(device)}")
         rows = [support.ask(library, device, case) for case in cases.load(cases.CASES)]
-        for (path, reason), count in Counter((path, reason) for _, _, path, reason in rows).most_common():
-            print(f"          {count} of {len(rows)} cases: {'path ' + path if path else 'refused: ' + reason}")
-    for text in missing():
-        print(f"missing   {text}")
+        counts = Counter((path, reason) for _, _, path, reason in rows).most_common()
+        lines = [
+            f"{n} of {len(rows)} cases: {f'path {path}' if path else f'not supported: {why}'}"
+            for (path, why), n in counts
+        ]
+        _print("device", f"{device.name}: {device.description}, {memory(device)}", *lines)
+    for lack in missing():
+        _print("missing", *lack)
     return code
+
+
+def _print(name: str, *lines: str) -> None:
+    for label, line in zip([name, *[""] * len(lines)], filter(None, lines), strict=False):
+        print(f"{label:<9} {line}")
 
 
 def presets() -> list[str]:
@@ -70,13 +79,14 @@ def memory(device: ggml.Device) -> str:
     return f"{device.memory_free / 2**30:.1f} of {device.memory_total / 2**30:.1f} GiB free"
 
 
-def missing() -> list[str]:
-    """What this machine lacks, and what it would be for."""
-    lines = [f"{text} (pip install)" for module, text in OPTIONAL.items() if importlib.util.find_spec(module) is None]
+def missing() -> Iterator[tuple[str, ...]]:
+    """What this machine lacks and what it would be for, each with the command that gets it where there is one."""
+    for module, (text, extra) in OPTIONAL.items():
+        if importlib.util.find_spec(module) is None:
+            yield text, build.pip(extra)
     if not shutil.which("nvcc"):
-        lines.append("nvcc: the CUDA backend (CUDA toolkit; then --preset cuda)")
+        yield "nvcc: the CUDA backend", "install the CUDA toolkit: https://developer.nvidia.com/cuda-downloads"
     elif not any("cuda" in name for name in presets()):
-        lines.append("a CUDA build: cmake --preset cuda && cmake --build build/cuda --target ggml")
+        yield "a CUDA build: the CUDA backend", commands.build("cuda")
     if sys.platform != "linux":
-        lines.append("Linux: the mapped libraries are read from /proc/self/maps")
-    return lines
+        yield ("Linux: the mapped libraries are read from /proc/self/maps",)

@@ -27,7 +27,7 @@ import numpy as np
 from cffi import recompiler
 from numpy.typing import NDArray
 
-from . import errors
+from . import commands, errors
 from .cases import PARTS, TYPES, Case, block
 from .ggml_cdef import CDEF, SOURCE
 from .inputs import Inputs, blank
@@ -114,6 +114,11 @@ class Library:
     def source(self) -> str:
         """Digest of the patch compiled into libggml-base."""
         return self.text(self.c.ggml_flash_attn_back_source()) or ""
+
+    @property
+    def rebuild(self) -> str:
+        """The command that builds the libraries from the tree's sources."""
+        return commands.rebuild(self.directory)
 
     def mapped(self) -> list[Path]:
         """The ggml libraries that this process mapped."""
@@ -549,10 +554,18 @@ def find_libraries(libs: Path | None, preset: str) -> Path:
             f"no libggml-base.so in {libs}",
             "give the directory of the built libraries, shared ones (BUILD_SHARED_LIBS=ON)",
         )
+    known = presets()
     raise errors.Environment(
         f"preset {preset} is not built: no libggml-base.so in {directory}",
-        f"run ./scripts/oracle, or: cmake --preset {preset} && cmake --build build/{preset} --target ggml",
+        f"presets: {', '.join(known)}" if known and preset not in known else commands.build(preset),
     )
+
+
+def presets() -> list[str]:
+    """The presets of CMakePresets.json that can be built here."""
+    file = ROOT / "CMakePresets.json"
+    listed = json.loads(file.read_text(encoding="utf-8"))["configurePresets"] if file.is_file() else []
+    return [preset["name"] for preset in listed if not preset.get("hidden")]
 
 
 def find_headers(directory: Path) -> Path | None:

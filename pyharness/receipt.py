@@ -43,7 +43,8 @@ def check_source(library: Library, root: Path = ROOT) -> None:
             continue
         if item["source"] is None:
             raise errors.Environment(
-                f"{item['name']} does not say what it was built from", hint="build it from this tree: ./scripts/oracle"
+                f"{item['name']} does not say what it was built from",
+                hint=f"build it from this tree: {library.rebuild}",
             )
         directory = library.directory
         build = [directory.parent] if (directory.parent / "CMakeCache.txt").is_file() else []
@@ -55,7 +56,7 @@ def check_source(library: Library, root: Path = ROOT) -> None:
         )
         raise errors.Environment(
             f"{item['name']} was built from sources {item['source'][:12]}, the tree has {tree[:12]}: {files}",
-            hint="build again: ./scripts/oracle",
+            hint=f"build again: {library.rebuild}",
         )
 
 

@@ -19,6 +19,7 @@ from rich.console import Console, ConsoleOptions, ConsoleRenderable, RenderableT
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
+from . import commands
 from .cases import CHECKED, Case
 
 if TYPE_CHECKING:
@@ -251,7 +252,7 @@ def part_failure(part: PartResult) -> str:
 
 def replay(case: Case, device: str, seed: int, verb: str = "oracle") -> str:
     """The command that runs one case again."""
-    return f"python -m pyharness {verb} -b {device} --seed {seed} -o {shlex.quote(str(case))}"
+    return f"{commands.python()} -m pyharness {verb} -b {device} --seed {seed} -o {shlex.quote(str(case))}"
 
 
 def _short(value: float) -> str:

@@ -502,7 +502,7 @@ def plot(folder: Path, runs: dict[str, Run]) -> None:
     try:
         import matplotlib as mpl
     except ImportError:
-        print("no plot: matplotlib is not installed (pip install '.[plot]')", file=sys.stderr)
+        print(f"no plot: matplotlib is not installed\n  {build.pip('plot')}", file=sys.stderr)
         return
     mpl.use("Agg")
     from matplotlib import pyplot
@@ -581,5 +581,5 @@ def bench(args: argparse.Namespace, program: Path, model: Path, text: Path, comm
             args.receipts, "train", library, [], seed=0, partial=False, started=started, finished=time.time(),
             case_files=[], exit_code=0, bench=found,
         )  # fmt: skip
-        print(f"receipt {path}", file=sys.stderr)
+        print(f"receipt {options.label(path)} ({path})", file=sys.stderr)
     return 0

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from attention import case, small
 
-from pyharness import cases, digest, errors, ggml, inputs
+from pyharness import cases, commands, digest, errors, ggml, inputs
 from pyharness.cases import PARTS
 
 
@@ -40,14 +40,20 @@ def test_an_unknown_device_is_answered_with_the_known_ones(library: ggml.Library
     assert "CPU" in caught.value.hint
 
 
-def test_a_place_without_libraries_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:
+def test_a_place_without_libraries_is_an_error_that_says_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "libggml-base.a").touch()
     with pytest.raises(errors.Environment, match=r"no libggml-base\.so") as caught:
         ggml.find_libraries(tmp_path, "cpu")
     assert "shared ones (BUILD_SHARED_LIBS=ON)" in caught.value.hint
     with pytest.raises(errors.Environment) as caught:
         ggml.find_libraries(None, "nonexistent")
-    assert "./scripts/oracle" in caught.value.hint
+    assert caught.value.hint.startswith("presets: cpu, ")
+    monkeypatch.setattr(ggml, "ROOT", tmp_path)
+    with pytest.raises(errors.Environment) as caught:
+        ggml.find_libraries(None, "cuda")
+    assert caught.value.hint == commands.build("cuda")
 
 
 @pytest.mark.parametrize("drifted", ["int32_t  kv_first;", "int64_t  kv_begin;"])

@@ -118,7 +118,7 @@ def test_a_failure_turned_into_a_pass(world: World) -> None:
     code, text = world.verify(path)
     assert code == 0  # an honest failure is a valid receipt
     assert f"note     run: FAILED, exit code 1: {CASES[0]} on CPU" in text
-    assert text.endswith(f"FRESH  {path.name} (of a run that FAILED)\n")
+    assert text.endswith(f"FRESH  {options.label(path)} (of a run that FAILED)\n")
     path.write_text(path.read_text().replace('"result":"FAILED"', '"result":"PASSED"'))
     code, text = world.verify(path)
     assert code == 4
