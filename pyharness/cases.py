@@ -35,10 +35,41 @@ LIMITS = TESTS / "flash-attn-back-limits.def"
 
 NUMBER = r"[-+]?[0-9]*\.?[0-9]+(?:[eE][-+]?[0-9]+)?"
 FLOAT_MAX = 3.4028234663852886e38
-MASKS = ("none", "causal", "swa:W", "random", "rows", "docs:L", "lowest", "bias", "pad")
-DATA = ("normal", "uniform", "vconst", "kmean", "tiny", "huge", "logits", "outlier", "zero")
-LAYOUTS = ("cont", "perm", "cache", "strided", "bcast")
-PRECISIONS = ("default", "f32")
+VALUES = {
+    "mask": {
+        "none": "no mask",
+        "causal": "a query sees the keys up to its own position; the queries are the last nb positions",
+        "swa:W": "causal, and of those only the last W keys",
+        "random": "50 % of all pairs at random",
+        "rows": "70 % of all pairs at random; a quarter of the queries, the first among them, see nothing",
+        "docs:L": "causal within documents of L keys",
+        "lowest": "causal, but the first query sees every key, with -65504 added to its scores",
+        "bias": "every pair, with a random number added to its score",
+        "pad": "causal, but the last quarter of the keys is never seen",
+    },
+    "data": {
+        "normal": "standard normal q, k, v and dO",
+        "uniform": "uniform between -1 and 1",
+        "vconst": "V is 1 with a spread of 1e-3",
+        "kmean": "the keys of a head share a large mean",
+        "tiny": "dO times 1e-7",
+        "huge": "dO times 1e4",
+        "logits": "Q and K times 6, so large scores",
+        "outlier": "two channels of Q times 30, of K times 10",
+        "zero": "dO is zero",
+    },
+    "layout": {
+        "cont": "contiguous",
+        "perm": "q, k, v and dO are permuted: in memory the heads of a position are neighbours",
+        "cache": "k and v are views into a cache with other cells around them",
+        "strided": "q and dO occupy every second number of their memory, rows of the mask are padded",
+        "bcast": "one row in memory is all of dO",
+    },
+    "prec": {"default": "the backend chooses", "f32": "products in F32 (GGML_PREC_F32)"},
+}
+"""The values of the keys that name one of a few."""
+
+MASKS, DATA, LAYOUTS, PRECISIONS = (tuple(VALUES[key]) for key in ("mask", "data", "layout", "prec"))
 
 # ggml's names of the types that k and v may have: those that the gguf package can read and a test can make
 TYPES = {
@@ -59,37 +90,43 @@ def block(type_name: str) -> tuple[int, int]:
     return values, size
 
 
+def _key(default: T, text: str) -> T:
+    """A key of the grammar: its default and what it means."""
+    field: T = dataclasses.field(default=default, metadata={"text": text})
+    return field
+
+
 @dataclasses.dataclass(frozen=True)
 class Case:
     """One attention backward. Keys, defaults and their order are the grammar; `str()` leaves defaults out."""
 
-    hsk: int = 0  # head size of q and k
-    hsv: int = 0  # head size of v
-    nh: int = 0  # query heads
-    nhkv: int = 0  # KV heads
-    kv: int = 0  # keys
-    nb: int = 0  # queries
-    ns: int = 1  # sequences
-    type_K: str = "f16"
-    type_V: str = "f16"
-    mask: str = "causal"
-    mh: int = 1  # heads of the mask
-    ms: int = 1  # sequences of the mask
-    mpad: int = 0  # rows of the mask beyond nb
-    max_bias: float = 0.0
-    softcap: float = 0.0
-    sinks: int = 0
-    scale: float = 0.0  # 0 = 1/sqrt(hsk)
-    grads: str = ""  # letters of q, k, v, s; "" = all that exist
-    kv_first: int = 0  # first key that gets dK and dV
-    kv_count: int = 0  # keys that get dK and dV, 0 = all
-    o: int = 0  # whether the forward's output is given
-    prec: str = "default"  # f32: ggml_flash_attn_back_set_split
-    data: str = "normal"
-    layout: str = "cont"
-    vview: int = 0  # v is a view of k's first hsv components
-    pair: int = 0  # whether the forward is in the graph and saves what it can for the gradient, as autodiff has it
-    capture: str = ""  # tests/data/NAME.gguf, or a path
+    hsk: int = _key(0, "head size of q and k")
+    hsv: int = _key(0, "head size of v and of the output")
+    nh: int = _key(0, "query heads")
+    nhkv: int = _key(0, "KV heads, a divisor of nh: fewer than nh is GQA, one is MQA")
+    kv: int = _key(0, "keys")
+    nb: int = _key(0, "queries")
+    ns: int = _key(1, "sequences")
+    type_K: str = _key("f16", "ggml type of K")
+    type_V: str = _key("f16", "ggml type of V")
+    mask: str = _key("causal", "which keys a query sees")
+    mh: int = _key(1, "heads of the mask, a divisor of nh; head h uses h mod mh")
+    ms: int = _key(1, "sequences of the mask, a divisor of ns; sequence s uses s mod ms")
+    mpad: int = _key(0, "rows of the mask beyond nb")
+    max_bias: float = _key(0.0, "ALiBi's max_bias, 0 is off; needs a mask")
+    softcap: float = _key(0.0, "cap of the logits, 0 is off")
+    sinks: int = _key(0, "1: every query head has an attention sink")
+    scale: float = _key(0.0, "factor of the scores, 0 is 1/sqrt(hsk)")
+    grads: str = _key("", "wanted gradients: letters of q, k, v and s (sinks), none is all")
+    kv_first: int = _key(0, "first key that gets dK and dV")
+    kv_count: int = _key(0, "number of keys that get dK and dV, 0 is all")
+    o: int = _key(0, "1: the forward's output is given, not recomputed")
+    prec: str = _key("default", "precision of the products")
+    data: str = _key("normal", "the numbers in the inputs")
+    layout: str = _key("cont", "how the inputs lie in memory")
+    vview: int = _key(0, "1: v is a view of the first hsv components of k")
+    pair: int = _key(0, "1: the forward is in the graph and saves what it can for the gradient")
+    capture: str = _key("", "inputs from a file instead: NAME for tests/data/NAME.gguf, or a path")
 
     def __post_init__(self) -> None:
         _check_choices(self)
@@ -163,6 +200,34 @@ class Case:
 _FIELDS = dataclasses.fields(Case)
 FIELDS = [f.name for f in _FIELDS]
 DEFAULTS: dict[str, Any] = {f.name: f.default for f in _FIELDS}
+KEYS: dict[str, str] = {f.name: f.metadata["text"] for f in _FIELDS}
+"""What each key means."""
+
+
+def _default(key: str) -> str:
+    """What a case has where it leaves the key out, in words."""
+    if key in SHAPE:
+        return "required"
+    return f"default: {_text(DEFAULTS[key])}" if DEFAULTS[key] != "" else "optional"
+
+
+def explain() -> str:
+    """The keys of a case string and their values, for a terminal."""
+    lines = ["keys of a case string"]
+    for key, text in KEYS.items():
+        lines.append(f"  {key:<9} {text} ({_default(key)})")
+        lines += [f"{'':<12}{value:<8}  {meaning}" for value, meaning in VALUES.get(key, {}).items()]
+    return "\n".join([*lines, f"  {'types':<9} {', '.join(TYPES)}"])
+
+
+def markdown() -> str:
+    """The same as tables, for docs/cases.md."""
+    lines = ["| key | meaning | |", "|---|---|---|"]
+    lines += [f"| `{key}` | {text} | {_default(key)} |" for key, text in KEYS.items()]
+    for key, values in VALUES.items():
+        lines += ["", f"| `{key}` | {KEYS[key]} |", "|---|---|"]
+        lines += [f"| `{value}` | {meaning} |" for value, meaning in values.items()]
+    return "\n".join([*lines, "", "Types of K and V:", ", ".join(f"`{name}`" for name in TYPES) + "."])
 
 
 def _text(value: Any) -> str:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 
-from . import options
+from . import cases, options
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `list`."""
+    parser.epilog = f"{cases.explain()}\n\ndocs/cases.md has examples."
     options.selection(parser)
     options.seed(parser)
     parser.add_argument("--seeds", action="store_true", help="print each case's seed before it")

@@ -534,7 +534,7 @@ BOX = 150.0
 
 def bench(args: argparse.Namespace, program: Path, model: Path, text: Path, common: dict[str, Any]) -> int:
     """Step time and memory by context, flash attention off and on; on a GPU the longest context of a 24 GiB card."""
-    from . import receipt
+    from . import options, receipt
 
     started = time.time()
     library = None if args.no_receipt else load(program.parent)

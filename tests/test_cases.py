@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -7,8 +8,9 @@ from attention import case, small
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pyharness import cases, errors
+from pyharness import cases, cli, errors
 from pyharness.cases import Case
+from pyharness.digest import ROOT
 
 PLAIN = "FLASH_ATTN_BACK(hsk=64,hsv=64,nh=4,nhkv=2,kv=128,nb=32)"
 
@@ -142,3 +144,36 @@ def test_a_filter_that_selects_nothing_suggests(op: str | None, params: str | No
 def test_a_bad_expression_is_a_usage_error(op: str | None, params: str | None) -> None:
     with pytest.raises(errors.Usage, match="not a regular expression"):
         cases.select(LISTED, op, params)
+
+
+def test_every_key_and_value_is_explained() -> None:
+    assert list(cases.KEYS) == cases.FIELDS
+    assert all(cases.KEYS.values())
+    for names, key in (
+        (cases.MASKS, "mask"),
+        (cases.DATA, "data"),
+        (cases.LAYOUTS, "layout"),
+        (cases.PRECISIONS, "prec"),
+    ):
+        assert tuple(cases.VALUES[key]) == names
+        assert all(cases.VALUES[key].values())
+
+
+def test_list_help_explains_every_key_and_value(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["list", "--help"])
+    words = [line.split()[0] for line in capsys.readouterr().out.splitlines() if line.startswith("  ")]
+    explained = [*cases.KEYS, *(value for values in cases.VALUES.values() for value in values)]
+    assert set(explained) <= set(words)
+
+
+def test_the_page_has_the_table_of_the_keys() -> None:
+    page = (ROOT / "docs/cases.md").read_text(encoding="utf-8")
+    assert f"<!-- keys -->\n{cases.markdown()}\n<!-- /keys -->" in page
+    assert "(docs/cases.md)" in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_example_of_the_page_is_canonical() -> None:
+    page = (ROOT / "docs/cases.md").read_text(encoding="utf-8")
+    for text in re.findall(r"FLASH_ATTN_BACK\([^)]*\)", page):
+        assert str(Case.parse(text)) == text
