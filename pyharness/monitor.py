@@ -17,7 +17,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from . import cuda, errors
@@ -37,7 +37,14 @@ REASONS = {  # nvmlClocksEventReasons
     1: "idle", 2: "application clocks", 4: "software power cap", 8: "hardware slowdown", 16: "sync boost",
     32: "software thermal slowdown", 64: "hardware thermal slowdown", 128: "power brake", 256: "display clocks",
 }  # fmt: skip
-THROTTLED = 8 | 32 | 64 | 128
+LIMITS = {
+    "thermal": (32 | 64, "thermally throttled"),
+    "hardware": (8 | 128, "throttled by the hardware"),
+    "power": (4, "power-capped"),
+}
+"""What holds clocks down, as the report counts it: the reasons, and how to say it."""
+THROTTLED = LIMITS["thermal"][0] | LIMITS["hardware"][0]
+"""A power cap is not among these: it is how a GPU runs at full load, and everything that is timed there meets it."""
 _BODY = 65536  # bytes of a health answer that are read
 KEPT = 2000  # samples that a report lists; a longer run keeps of each stretch the one with most memory in use
 
@@ -223,7 +230,7 @@ class Monitor:
 
     @property
     def throttled(self) -> bool:
-        """Whether any reading showed a hardware or thermal slowdown or a power brake."""
+        """Whether any reading showed a hardware or thermal slowdown or a power brake; a power cap is none."""
         return any((sample[FIELDS.index("reasons")] or 0) & THROTTLED for sample in self._samples)
 
     def report(self) -> dict[str, Any]:
@@ -261,6 +268,7 @@ class Monitor:
             "peak_memory_bytes": "unknown" if peak is None else peak,
             "reasons": [name for bit, name in REASONS.items() if bits & bit],
             "throttled": self.throttled,
+            "limited": limited(FIELDS, readings),
             "other_processes": None if None in others else max(value or 0 for value in others),
         }
 
@@ -276,6 +284,41 @@ class Monitor:
             "median_latency_ns": round(statistics.median(latencies)) if latencies else None,
             "max_latency_ns": max(latencies, default=None),
         }
+
+
+def limited(fields: Sequence[str], readings: Iterable[Sequence[int | None]]) -> dict[str, int]:
+    """How many readings say what limits the clocks, and how many of them name each of LIMITS."""
+    reasons = [dict(zip(fields, reading, strict=False)).get("reasons") for reading in readings]
+    known = [bits for bits in reasons if bits is not None]
+    return {"readings": len(known)} | {name: sum(bool(bits & b) for b in known) for name, (bits, _) in LIMITS.items()}
+
+
+def clocks(device: dict[str, Any]) -> str:
+    """Whether a report's GPU was throttled or power-capped, and in how many of the readings, in words."""
+    found = device.get("limited") or limited(device["fields"], device["samples"])  # older receipts count nothing
+    total = found["readings"]
+    if not total:
+        return "throttling not reported"
+    seen = [
+        f"{words} in {found[name]} of {total} readings ({100 * found[name] / total:.1f} %)"
+        for name, (_, words) in LIMITS.items()
+        if found[name]
+    ]
+    throttled = found["thermal"] or found["hardware"]
+    calm = [] if throttled else ["not throttled"]
+    return ", ".join(calm + seen if seen else [*calm, "not power-capped"])
+
+
+def contradictions(device: dict[str, Any]) -> Iterator[str]:
+    """Where a report's counts of limited clocks do not fit the readings that it lists: all, or some of a long run."""
+    listed = limited(device["fields"], device["samples"])
+    counted = device.get("limited", listed)
+    whole = device["sampled"] == len(device["samples"])
+    for name, count in listed.items():
+        if not (count == counted[name] if whole else count <= counted[name] <= device["sampled"]):
+            yield f"{counted[name]} readings of limited clocks ({name}), but those listed give {count}"
+    if device["throttled"] != bool(counted["thermal"] + counted["hardware"]):
+        yield f"throttled is {device['throttled']}, but the readings say otherwise"
 
 
 def public(url: str) -> str:

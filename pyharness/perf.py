@@ -608,12 +608,15 @@ def _print(form: str, perf: dict[str, Any], watch: monitor.Monitor) -> None:
         if device is None:
             print(f"GPU not watched: {watch.report()['device_reason']}")
         else:
-            state = "throttled: " + ", ".join(device["reasons"]) if device["throttled"] else "not throttled"
             covers = "cover" if device["covers_run"] else "DO NOT cover"
-            print(f"GPU {state}; readings {covers} the run; other processes: {device['other_processes']}")
+            print(
+                f"GPU {monitor.clocks(device)}; readings {covers} the run; other processes: {device['other_processes']}"
+            )
         if health is not None:
             worst = (health["max_latency_ns"] or 0) / 1e6
             print(f"health: {health['failures']} of {len(health['polls'])} polls failed, worst latency {worst:.1f} ms")
+    if form == "md" and (watched := watch.report()["device"]):
+        print(f"\nGPU {monitor.clocks(watched)}.")
 
 
 def comparisons(perf: dict[str, Any]) -> Iterator[str]:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from . import commits, cuda, digest, errors, figures, options, signing, statement, verify
+from . import commits, cuda, digest, errors, figures, monitor, options, signing, statement, verify
 from .digest import ROOT
 from .statement import Document
 from .tables import peers_table, performance_table
@@ -376,10 +376,15 @@ def summary(document: Document) -> str:
 
 
 def _gpu(body: Document) -> str:
-    gpu, monitor = body["environment"]["gpu"], body["monitor"]
+    gpu = body["environment"]["gpu"]
     names = ", ".join(d["name"] for d in gpu["devices"] or []) or f"none ({gpu['reason']})"
-    state = "" if monitor["device"] is None else ", throttled" if monitor["device"]["throttled"] else ", not throttled"
-    return names + (f", driver {gpu['driver']}" if gpu["driver"] else "") + state
+    return names + (f", driver {gpu['driver']}" if gpu["driver"] else "") + _clocks(body, ", ")
+
+
+def _clocks(body: Document, before: str) -> str:
+    """What limited the GPU's clocks, where it was watched."""
+    device = body["monitor"]["device"]
+    return "" if device is None else before + monitor.clocks(device)
 
 
 def markdown(documents: Sequence[Document]) -> str:
@@ -405,17 +410,11 @@ def markdown(documents: Sequence[Document]) -> str:
             body["libraries"],
             key=lambda item: (item["source"] is not None, "cuda" in item["name"], "cpu" in item["name"]),
         )
-        state = (
-            ""
-            if body["monitor"]["device"] is None
-            else "; throttled"
-            if body["monitor"]["device"]["throttled"]
-            else "; not throttled"
-        )
         result = document["predicate"]["result"] + (", partial" if body["partial"] else "")
         sections.append(
             f"receipt `{body['id'][:12]}` ({body['mode']}, {result}); "
-            f"patch `{body['patch'][:12]}`, {commits.named(body)}; {main['name']} `{main['sha256'][:12]}`{state}"
+            f"patch `{body['patch'][:12]}`, {commits.named(body)}; "
+            f"{main['name']} `{main['sha256'][:12]}`{_clocks(body, '; GPU ')}"
         )
     return "\n\n".join(sections)
 
@@ -801,7 +800,8 @@ def _quotation(kept: Sequence[Kept]) -> str:
         table = runs_table(body["train"])
     else:
         table = peers_table(body["perf"]) if body["perf"] else correctness_table([kept[0].document])
-    return f"{table}\n\nFrom receipt{'s' if len(kept) > 1 else ''} {links}."
+    clocks = _clocks(body, "; GPU ") if body["perf"] else ""
+    return f"{table}\n\nFrom receipt{'s' if len(kept) > 1 else ''} {links}{clocks}."
 
 
 def unfilled(text: str, shelf: Shelf) -> list[str]:

@@ -380,6 +380,10 @@ def _monitor_sums(report: dict[str, Any]) -> Iterator[str]:
         peak = max(sample[device["fields"].index("memory_bytes")] or 0 for sample in device["samples"])
         if peak != device["peak_memory_bytes"]:
             yield f"monitor: the peak is {device['peak_memory_bytes']}, but the readings give {peak}"
+    if device is not None:
+        from . import monitor
+
+        yield from (f"monitor: {text}" for text in monitor.contradictions(device))
     if health is not None and health["failures"] != sum(poll[1] is None for poll in health["polls"]):
         yield f"monitor: {health['failures']} failed polls, but the polls say otherwise"
 

@@ -7,10 +7,11 @@ import threading
 import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 
 import pytest
 
-from pyharness import errors, monitor
+from pyharness import errors, monitor, perf, receipt, statement
 from pyharness.monitor import FIELDS, Monitor, Reading
 
 
@@ -93,26 +94,124 @@ def test_a_gpu_that_never_answers_is_null_with_the_reason() -> None:
     assert watch.report() == {"device": None, "device_reason": "NVML: the GPU stopped answering", "health": None}
 
 
+CALM = "not throttled, not power-capped"
+
+
 @pytest.mark.parametrize(
-    ("bits", "names", "throttled"),
+    ("bits", "names", "throttled", "words"),
     [
-        (0, [], False),
-        (1, ["idle"], False),
-        (4, ["software power cap"], False),
-        (8, ["hardware slowdown"], True),
-        (4 | 32 | 64, ["software power cap", "software thermal slowdown", "hardware thermal slowdown"], True),
-        (128, ["power brake"], True),
+        (0, [], False, CALM),
+        (1, ["idle"], False, CALM),
+        (4, ["software power cap"], False, "not throttled, power-capped in 1 of 4 readings (25.0 %)"),
+        (8, ["hardware slowdown"], True, "throttled by the hardware in 1 of 4 readings (25.0 %)"),
+        (32, ["software thermal slowdown"], True, "thermally throttled in 1 of 4 readings (25.0 %)"),
+        (
+            4 | 32 | 64,
+            ["software power cap", "software thermal slowdown", "hardware thermal slowdown"],
+            True,
+            "thermally throttled in 1 of 4 readings (25.0 %), power-capped in 1 of 4 readings (25.0 %)",
+        ),
+        (128, ["power brake"], True, "throttled by the hardware in 1 of 4 readings (25.0 %)"),
     ],
 )
-def test_throttle_reasons(bits: int, names: list[str], throttled: bool) -> None:
+def test_what_limits_the_clocks(bits: int, names: list[str], throttled: bool, words: str) -> None:
     gpu = Gpu()
-    with Monitor(gpu.read, period=0.01) as watch:
+    with Monitor(gpu.read, period=60) as watch:
         gpu.now = reading(reasons=bits)
         watch.sample()
         gpu.now = reading()
+        watch.sample()
     device = watch.report()["device"]
     assert device["reasons"] == names
     assert device["throttled"] is throttled is watch.throttled
+    assert monitor.clocks(device) == words
+    assert not list(monitor.contradictions(device))
+    del device["limited"]  # as in older receipts
+    assert monitor.clocks(device) == words
+    assert not list(monitor.contradictions(device))
+
+
+def test_a_gpu_that_names_no_limits_is_not_called_calm() -> None:
+    with Monitor(lambda: (*reading()[:6], None, 0), period=60) as watch:
+        pass
+    assert monitor.clocks(watch.report()["device"]) == "throttling not reported"
+
+
+def test_a_long_run_counts_every_reading_and_not_only_those_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(monitor, "KEPT", 10)
+    gpu = Gpu()
+    with Monitor(gpu.read, period=60) as watch:
+        for i in range(98):
+            gpu.now = reading(memory=i % 7, reasons=4 if i < 50 else 0)
+            watch.sample()
+    device = watch.report()["device"]
+    assert len(device["samples"]) <= 10
+    assert monitor.clocks(device) == "not throttled, power-capped in 50 of 100 readings (50.0 %)"
+    assert not list(monitor.contradictions(device))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"limited": {"readings": 3, "thermal": 0, "hardware": 0, "power": 0}}, "0 readings of limited clocks (power)"),
+        ({"limited": {"readings": 9, "thermal": 0, "hardware": 0, "power": 1}}, "9 readings of limited clocks"),
+        ({"throttled": True}, "throttled is True, but the readings say otherwise"),
+        ({"sampled": 4, "limited": {"readings": 4, "thermal": 0, "hardware": 0, "power": 5}}, "5 readings"),
+        ({"sampled": 4, "limited": {"readings": 4, "thermal": 0, "hardware": 0, "power": 0}}, "0 readings"),
+    ],
+)
+def test_counts_that_the_readings_do_not_give_are_found(change: dict[str, Any], said: str) -> None:
+    gpu = Gpu()
+    with Monitor(gpu.read, period=60) as watch:
+        gpu.now = reading(reasons=4)
+        watch.sample()
+        gpu.now = reading()
+    (text,) = monitor.contradictions(watch.report()["device"] | change)
+    assert said in text
+
+
+@pytest.mark.parametrize("reasons", [0, 4, 32])
+def test_receipts_old_and_new_say_what_limited_the_clocks(reasons: int) -> None:
+    path = next(path for path in receipt.listed() if "-perf-" in path.name)
+    document = statement.read(path)
+    body = document["predicate"]["receipt"]
+    with Monitor(lambda: reading(reasons=reasons), period=60) as watch:
+        pass
+    for old in (False, True):
+        body["monitor"] = watch.report()
+        if old:
+            del body["monitor"]["device"]["limited"]
+        assert not statement.schema_errors(document)
+        words = monitor.clocks(body["monitor"]["device"])
+        assert f", {words}\n" in receipt.summary(document)
+        assert receipt.markdown([document]).endswith(f"; GPU {words}")
+    assert (
+        words
+        == {
+            0: CALM,
+            4: "not throttled, power-capped in 2 of 2 readings (100.0 %)",
+            32: "thermally throttled in 2 of 2 readings (100.0 %)",
+        }[reasons]
+    )
+
+
+def test_a_table_in_a_page_says_what_limited_the_clocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    path = next(path for path in receipt.listed() if "-perf-" in path.name)
+    document, id12 = statement.read(path), path.stem.rpartition("-")[2]
+    with Monitor(lambda: reading(reasons=4), period=60) as watch:
+        pass
+    document["predicate"]["receipt"]["monitor"] = watch.report()
+    monkeypatch.setattr(statement, "read", lambda _: document)
+    page = receipt.tables(f"<!-- receipt {id12} -->\n<!-- /receipt -->\n")
+    assert f"{path.name}); GPU not throttled, power-capped in 2 of 2 readings (100.0 %).\n" in page
+
+
+@pytest.mark.parametrize("form", ["console", "md"])
+def test_perf_says_what_limited_the_clocks(form: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with Monitor(lambda: reading(reasons=4), period=60) as watch:
+        pass
+    perf._print(form, {"measurements": [], "base": None, "throttled": False}, watch)
+    assert "\nGPU not throttled, power-capped in 2 of 2 readings (100.0 %)" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("others", "want"), [((0, 0), 0), ((0, 2), 2), ((0, None), None)])
