@@ -1,4 +1,4 @@
-"""python -m pyharness: the command line as a process, which a closed stream or a signal ends no worse than Ctrl-C."""
+"""python -m pyharness: the command line as a process; a closed stream or a signal does no more harm than Ctrl-C."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _main() -> int:
     except KeyboardInterrupt:  # before the command line was read, or after the run
         return errors.INTERRUPTED
     if output.failure and output.failure.errno != errno.EPIPE:
-        print(f"pyharness: standard output is not whole: {output.failure.strerror}", file=sys.stderr)
+        print(f"pyharness: standard output is incomplete: {output.failure.strerror}", file=sys.stderr)
         return code or errors.Environment.exit_code
     return code
 

@@ -1,4 +1,4 @@
-"""The verb `capture`: runs a model of the transformers package on a text and stores what one attention read.
+"""Run a model of the transformers package on a text and store what one of its attentions read.
 
 The model computes with its own attention; `Recorder` keeps q, k, v, mask, sinks and the gradient that reaches the
 attention's output. Stored beside them: the output in float64 of the stored (perhaps rounded) tensors, and gradients of
@@ -72,7 +72,8 @@ def run(args: argparse.Namespace) -> int:
     try:
         text = args.text.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise errors.Usage(f"--text {args.text}: {error}") from None
+        why = error.strerror if isinstance(error, OSError) else "not text in UTF-8"
+        raise errors.Usage(f"--text {args.text}: {why}") from None
 
     model, tokenizer = _load(args.model, args.loss)
     recorder = Recorder()

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import gguf
 
-from . import errors
+from . import commands, errors
 
 T = TypeVar("T")
 
@@ -140,7 +140,7 @@ class Case:
 
     @staticmethod
     def parse(text: str) -> Case:
-        """The case that a string names. Raises errors.Usage that names the key and what it takes."""
+        """The case that a string names. Raises errors.Usage that names the key and its allowed values."""
         match = re.fullmatch(rf"\s*{OP}\((.*)\)\s*", text, re.DOTALL)
         if not match:
             raise errors.Usage(
@@ -161,7 +161,7 @@ class Case:
             if beside:
                 raise errors.Usage(
                     f"{text.strip()}: {beside[0]} comes from the capture",
-                    "beside capture stand " + ", ".join(BESIDE_CAPTURE[1:]),
+                    "keys allowed with capture: " + ", ".join(BESIDE_CAPTURE[1:]),
                 )
         else:
             missing = [key for key in SHAPE if key not in values]
@@ -183,7 +183,7 @@ class Case:
 
     @property
     def wanted(self) -> tuple[str, ...]:
-        """The gradients that are asked for, of "dq", "dk", "dv", "dsinks", in this order."""
+        """The wanted gradients, of "dq", "dk", "dv", "dsinks", in this order."""
         letters = self.grads or ("qkvs" if self.sinks else "qkv")
         return tuple(LETTERS[c] for c in letters)
 
@@ -300,7 +300,7 @@ def load(path: Path) -> list[Case]:
     found: dict[Case, int] = {}
     for number, case in _lines(path, Case.parse):
         if case in found:
-            raise errors.Usage(f"{path}:{number}: {case} stands already in line {found[case]}")
+            raise errors.Usage(f"{path}:{number}: {case} is already in line {found[case]}")
         found[case] = number
     return list(found)
 
@@ -436,4 +436,4 @@ def _regex(option: str, text: str) -> re.Pattern[str]:
 def _suggest(cases: list[Case], text: str) -> str:
     words = {OP} | {item for case in cases for item in str(case)[len(OP) + 1 : -1].split(",")}
     close = difflib.get_close_matches(text, sorted(words), n=3, cutoff=0.4)
-    return f"did you mean {' or '.join(close)}?" if close else "`list` prints the cases"
+    return f"did you mean {' or '.join(close)}?" if close else f"{commands.python()} -m pyharness list prints the cases"

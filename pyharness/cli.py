@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import errno
 import importlib
 import itertools
-import os
 import re
 import sys
+import tempfile
 import textwrap
 import threading
 from collections.abc import Sequence
@@ -19,12 +18,12 @@ from typing import Any, NoReturn
 from . import __version__, commands, errors
 
 VERBS = {
-    "doctor": ("doctor", "what is built, which devices, which paths, what is missing and how to get it"),
-    "oracle": ("oracle", "correctness: a backend against float64, part by part"),
-    "grad": ("gradcheck", "finite differences through ggml's own autodiff"),
-    "perf": ("perf", "timings"),
-    "support": ("support", "what each backend says yes to, and why not"),
-    "list": ("listing", "the cases that the filters select"),
+    "doctor": ("doctor", "show what is built, the devices and their kernel paths, what is missing and how to get it"),
+    "oracle": ("oracle", "check backends against float64, part by part"),
+    "grad": ("gradcheck", "check ggml's own autodiff against finite differences"),
+    "perf": ("perf", "time the operator, and peers beside it"),
+    "support": ("support", "show what each backend supports, and why not"),
+    "list": ("listing", "list the cases that the filters select; --help explains their keys"),
     "capture": ("capture", "store a model's attention inputs and gradient in a file"),
     "replay": ("replay", "run the oracle on captured tensors"),
     "patch": ("tree", "put the operator into a ggml or llama.cpp checkout"),
@@ -57,7 +56,7 @@ FREE = ("seed", "layer")
 AT_LEAST_1 = ("ctx", "examples", "jobs", "lanes", "repeat", "repeats", "steps", "stride")
 ABOVE_0 = ("ceiling_gbs", "ceiling_tflops", "lr", "timeout")
 AT_MOST = {"threads": 512, "timeout": threading.TIMEOUT_MAX}
-"""Bounds of all other numbers by the names of their options, 0 and up where nothing is said; threads are ggml's."""
+"""Bounds of all other numbers by the names of their options, 0 and up where none is given; threads are ggml's."""
 
 
 class _Help(argparse.RawDescriptionHelpFormatter):
@@ -155,21 +154,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         module.add_arguments(verb_parser)
         args = verb_parser.parse_args(words[1:])
         _check(verb_parser, args)
-        return int(module.run(args))
+        code = int(module.run(args))
+        if code == errors.INTERRUPTED:
+            raise KeyboardInterrupt
+        return code
     except errors.Failure as failure:
         print(f"pyharness {verb}: {failure}", file=sys.stderr)
         if failure.hint:
             print(f"  {failure.hint}", file=sys.stderr)
         return failure.exit_code
     except KeyboardInterrupt:
-        print(f"pyharness {verb}: interrupted", file=sys.stderr)
+        after = "\n" if sys.stderr.isatty() else ""  # the terminal has echoed Ctrl-C
+        print(f"{after}pyharness {verb}: interrupted", file=sys.stderr)
         return errors.INTERRUPTED
     except MemoryError as error:
         print(f"pyharness {verb}: {error or 'out of memory'}", file=sys.stderr)
         print("  choose smaller cases, or a machine with more memory", file=sys.stderr)
         return errors.Environment.exit_code
     except OSError as error:  # what no module foresaw: a program or a folder that is not there, a full disk
-        print(f"pyharness {verb}: {error}", file=sys.stderr)
+        place = f"{error.filename}: " if error.filename else ""
+        print(f"pyharness {verb}: {place}{error.strerror or error}", file=sys.stderr)
         return errors.Environment.exit_code
     except ModuleNotFoundError as error:
         if not error.name or error.name.partition(".")[0] == __package__:
@@ -192,9 +196,9 @@ def _check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     folder = getattr(args, "receipts", None)
     if isinstance(folder, Path) and not args.no_receipt:
         existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-        wrong = (
-            errno.ENOTDIR if not existing.is_dir() else 0 if os.access(existing, os.W_OK | os.X_OK) else errno.EACCES
-        )
-        if wrong:
-            why = f"cannot write a receipt below {folder}: {os.strerror(wrong)}"
-            raise errors.Environment(why, "--receipts DIR, or --no-receipt")
+        try:
+            with tempfile.TemporaryFile(dir=existing):
+                pass
+        except OSError as error:
+            why = f"cannot write a receipt below {folder}: {error.strerror}"
+            raise errors.Environment(why, "choose another folder with --receipts DIR, or --no-receipt") from error

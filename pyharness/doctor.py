@@ -1,4 +1,4 @@
-"""What is built, which devices there are and which kernel paths they take, what is missing and how to get it."""
+"""Show what is built, the devices and the kernel paths that they support, what is missing and how to get it."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
             _print("source", f"{name}: {source[:12]}, not the tree's; build again:", library.rebuild)
             code = errors.Environment.exit_code
     for device in options.devices(args, library):
-        rows = [support.ask(library, device, case) for case in cases.load(cases.CASES)]
+        rows = [support.query(library, device, case) for case in cases.load(cases.CASES)]
         counts = Counter((path, reason) for _, _, path, reason in rows).most_common()
         lines = [
             f"{n} of {len(rows)} cases: {f'path {path}' if path else f'not supported: {why}'}"

@@ -383,7 +383,7 @@ def _oracle(runner: _Runner, *words: str, env: dict[str, str] | None = None) -> 
     code, lines = runner.pyharness("oracle", *common, *words, env=env)
     failed = [line.strip() for line in lines if line.startswith("failed")]
     worst = [line.strip() for line in lines if "worst NMSE" in line]
-    summary = [line for line in lines if " cases: " in line] if failed or not code else []
+    summary = [line for line in lines if re.search(r"\d cases?: ", line)] if failed or not code else []
     return _state(code, summary[-1] if summary else _last(lines), failed=failed, worst=worst)
 
 

@@ -1,10 +1,10 @@
-"""Finite differences in float64 against ggml's own autodiff of FLASH_ATTN_EXT.
+"""Check ggml's own autodiff of FLASH_ATTN_EXT against finite differences in float64.
 
-The loss is sum(out * dO) with a random dO. A case's `grads` says which of q, k, v and the sinks are parameters;
-K and V of another type than F32 are reached through a cast. Each case runs in several graphs: `plain`; `views`
-(q through PERMUTE of a VIEW, k through a cast of a PERMUTE of a RESHAPE, v through a PERMUTE of a cast of a RESHAPE);
-`shared` (one tensor is k and v); `twice` (q, k and v go into two attentions). Every graph must hold one FLASH_ATTN_BACK
-node for each attention, asked for no gradient that nobody needs, and run on one device.
+The loss is sum(out * dO) with a random dO. A case's `grads` names those of q, k, v and the sinks that are parameters;
+K and V of another type than F32 are casts of F32 parameters. Each case runs in several graphs: `plain`; `views`
+(q is a PERMUTE of a VIEW, k a cast of a PERMUTE of a RESHAPE, v a PERMUTE of a cast of a RESHAPE); `shared` (one tensor
+is k and v); `twice` (two attentions read q, k and v). Every graph must hold one FLASH_ATTN_BACK node per attention that
+computes the wanted gradients only, and run on one device.
 """
 
 from __future__ import annotations
@@ -250,8 +250,8 @@ class _Graph:
         problems = []
         if len(self.backs) != len(self.attentions):
             problems.append(f"{len(self.backs)} FLASH_ATTN_BACK nodes for {len(self.attentions)} attentions")
-        asked = {int(back.op_params[OP_PARAM_GRADS]) for back in self.backs} - {expected}
-        problems += [f"FLASH_ATTN_BACK is asked for gradients {bits:#x}, needed are {expected:#x}" for bits in asked]
+        others = {int(back.op_params[OP_PARAM_GRADS]) for back in self.backs} - {expected}
+        problems += [f"FLASH_ATTN_BACK computes gradients {bits:#x} instead of {expected:#x}" for bits in others]
         return problems
 
     def gradients(self) -> dict[str, NDArray[np.float32]]:
@@ -333,8 +333,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.seed(parser)
     options.strict(parser)
     options.output(parser)
-    parser.add_argument("--graph", choices=GRAPHS, action="append", help="only this graph; may be given again")
-    parser.add_argument("--samples", type=int, default=0, metavar="N", help="elements of each parameter (default: all)")
+    parser.add_argument("--graph", choices=GRAPHS, action="append", help="only this graph; may be repeated")
+    parser.add_argument(
+        "--samples", type=int, default=0, metavar="N", help="check N elements of each parameter (default: all)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:

@@ -12,7 +12,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = f"{cases.explain()}\n\ndocs/cases.md has examples."
     options.selection(parser)
     options.seed(parser)
-    parser.add_argument("--seeds", action="store_true", help="print each case's seed before it")
+    parser.add_argument("--seeds", action="store_true", help="print the seed of each case before it")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -42,13 +42,13 @@ LIMITS = {
     "hardware": (8 | 128, "throttled by the hardware"),
     "power": (4, "power-capped"),
 }
-"""What holds clocks down, as the report counts it: the reasons, and how to say it."""
+"""What holds clocks down, as the report counts it: the reasons, and the words for it."""
 THROTTLED = LIMITS["thermal"][0] | LIMITS["hardware"][0]
 """A power cap is not among these: it is how a GPU runs at full load, and everything that is timed there meets it."""
 _BODY = 65536  # bytes of a health answer that are read
 KEPT = 2000  # samples that a report lists; a longer run keeps of each stretch the one with most memory in use
 
-Reading = tuple[int | None, ...]  # FIELDS without t_ns; None = this GPU does not say
+Reading = tuple[int | None, ...]  # FIELDS without t_ns; None = this GPU does not report it
 
 
 class Nvml:
@@ -69,7 +69,7 @@ class Nvml:
         self._before: set[int] | None = None
 
     def get(self, name: str, *arguments: Any) -> Any:
-        """nvmlDeviceGet<name>(handle, ...), None where this GPU, driver or sandbox does not answer."""
+        """nvmlDeviceGet<name>(handle, ...), None where this GPU, driver or sandbox does not report it."""
         try:
             return getattr(self.api, f"nvmlDeviceGet{name}")(self.handle, *arguments)
         except (self.api.NVMLError, AttributeError):
@@ -318,7 +318,7 @@ def contradictions(device: dict[str, Any]) -> Iterator[str]:
         if not (count == counted[name] if whole else count <= counted[name] <= device["sampled"]):
             yield f"{counted[name]} readings of limited clocks ({name}), but those listed give {count}"
     if device["throttled"] != bool(counted["thermal"] + counted["hardware"]):
-        yield f"throttled is {device['throttled']}, but the readings say otherwise"
+        yield f"throttled is {device['throttled']}, which the readings contradict"
 
 
 def public(url: str) -> str:
@@ -338,9 +338,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def from_args(args: argparse.Namespace) -> Monitor:
-    """The monitor that the options ask for, of the GPU that -b names (the first when it names none)."""
+    """The monitor that the options select, of the GPU that -b names (the first when it names none)."""
     if args.health_url and not args.health_url.startswith(("http://", "https://")):
-        raise errors.Usage(f"--health-url {args.health_url}: not an http or https URL")
+        raise errors.Usage(f"--health-url {args.health_url}: not an http or https URL", "write http://HOST:PORT/PATH")
     named = [cuda.ordinal(name) for name in (args.backend or "CUDA0").split(",")]
     index = next((i for i in named if i is not None), None)
     if args.no_monitor or index is None:

@@ -19,13 +19,16 @@ def selection(parser: argparse.ArgumentParser, default_file: Path = cases.CASES)
         "-o",
         dest="op",
         metavar="OP",
-        help="operator name, regular expression, or whole case string; a comma list of them",
+        help="cases by operator name, regular expression or case string (`list --help` explains its keys); "
+        "several are separated by commas",
     )
-    parser.add_argument("-p", dest="params", metavar="REGEX", help="only cases whose string this expression finds")
+    parser.add_argument("-p", dest="params", metavar="REGEX", help="of these only cases that match this expression")
     parser.add_argument(
         "--case-file", type=Path, default=default_file, metavar="FILE", help="case list (default: %(default)s)"
     )
-    parser.add_argument("--random", type=int, default=0, metavar="N", help="N random cases instead of the list's")
+    parser.add_argument(
+        "--random", type=int, default=0, metavar="N", help="N random cases instead of those in the list"
+    )
 
 
 def graph(parser: argparse.ArgumentParser) -> None:
@@ -41,22 +44,28 @@ def graph(parser: argparse.ArgumentParser) -> None:
 def seed(parser: argparse.ArgumentParser) -> None:
     """--seed."""
     parser.add_argument(
-        "--seed", type=int, default=0, help="base seed; a case's own comes from it and the case string (default: 0)"
+        "--seed",
+        type=int,
+        default=0,
+        help="base seed; each case's own follows from it and the case string (default: 0)",
     )
 
 
 def strict(parser: argparse.ArgumentParser) -> None:
     """--strict."""
-    parser.add_argument("--strict", action="store_true", help="unsupported and skipped cases are failures")
+    parser.add_argument("--strict", action="store_true", help="count unsupported and skipped cases as failures")
 
 
 def backend(parser: argparse.ArgumentParser) -> None:
     """-b, --libs, --preset, --threads: which libraries and device."""
     parser.add_argument(
-        "-b", dest="backend", metavar="DEVICE", help="device name, a comma list of them (default: all devices)"
+        "-b",
+        dest="backend",
+        metavar="DEVICE",
+        help="device name; several are separated by commas (default: all devices)",
     )
     parser.add_argument(
-        "--libs", type=Path, metavar="DIR", help="directory of libraries built elsewhere (also $PYHARNESS_LIBS)"
+        "--libs", type=Path, metavar="DIR", help="directory of libraries built elsewhere (default: $PYHARNESS_LIBS)"
     )
     parser.add_argument("--preset", default="cpu", help="CMake preset whose build is used (default: cpu)")
     parser.add_argument(
@@ -122,7 +131,7 @@ def library(args: argparse.Namespace) -> ggml.Library:
     for path in library.mapped():
         if path not in inside:  # a library names the folder that it was built in
             raise errors.Environment(
-                f"{library.directory} has no {path.name}; the loader took {path}",
+                f"{library.directory} has no {path.name}; the loader found it at {path}",
                 "put all libraries of one build into the folder",
             )
     return library
@@ -131,8 +140,18 @@ def library(args: argparse.Namespace) -> ggml.Library:
 def devices(args: argparse.Namespace, lib: ggml.Library) -> list[ggml.Device]:
     """The devices that the options name, all of them by default. Raises errors.Environment."""
     if args.backend is not None:
-        return list(dict.fromkeys(lib.device(name) for name in args.backend.split(",")))
+        return list(dict.fromkeys(_device(lib, name.strip()) for name in args.backend.rstrip(",").split(",")))
     found = lib.devices()
     if not found:
-        raise errors.Environment(f"no device in {lib.directory}")
+        raise errors.Environment(f"no device in {lib.directory}", f"build again: {lib.rebuild}")
     return found
+
+
+def _device(lib: ggml.Library, name: str) -> ggml.Device:
+    """A device of the libraries. Raises errors.Environment, which names the preset that a CUDA device needs."""
+    try:
+        return lib.device(name)
+    except errors.Environment as error:
+        if name.upper().startswith("CUDA") and "cuda" not in lib.directory.as_posix():
+            raise errors.Environment(str(error), f"{error.hint}; --preset cuda selects the CUDA build") from None
+        raise

@@ -1,11 +1,10 @@
-"""Correctness: a backend's FLASH_ATTN_BACK against the float64 reference, part by part and head by head.
+"""Check each backend's FLASH_ATTN_BACK against a float64 reference, part by part and head by head.
 
-NMSE = sum((got - want)^2) / sum(want^2) over each part and over each of its heads has the limit of
-flash-attn-back-limits.def. What the operator promises to be exactly zero must be: the gradient of a key that no row
-sees, of a row that sees no key, and of a row whose incoming gradient is zero. An infinite LSE (no key, a sink of inf)
-must be that. Where the true gradient cancels to zero (one key: dq = 0), the error is measured against the operands of
-the sum instead.
-dsinks has one number for each head and is compared as a whole.
+The NMSE, sum((got - want)^2) / sum(want^2), of each part and of each of its heads must not exceed the limit of
+flash-attn-back-limits.def. What the operator guarantees to be zero must be exactly zero: the gradient of a key that no
+row sees, of a row that sees no key, and of a row whose incoming gradient is zero. An LSE that is infinite (no key, a
+sink of inf) must be infinite. Where the true gradient cancels to zero (one key: dq = 0), the error is compared with the
+operands of the sum instead. dsinks has one number per head and is compared as a whole.
 
 A case with pair=1 runs the forward, too: FLASH_ATTN_EXT and its gradient as autodiff makes them. Where a path of the
 operator runs that forward its output is a part like the others; ggml's own is measured and neither passes nor fails.
@@ -296,7 +295,7 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
         "--repeat", type=int, default=1, metavar="N", help="compute each case N times and compare the bits"
     )
     parser.add_argument(
-        "--timeout", type=float, default=1800, metavar="S", help="seconds that one case may take (default: 1800)"
+        "--timeout", type=float, default=1800, metavar="S", help="time limit of one case in seconds (default: 1800)"
     )
     parser.add_argument(
         "--receipts",
@@ -308,7 +307,7 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--no-receipt",
         action="store_true",
-        help="write no receipt, and take libraries that were built from other sources",
+        help="write no receipt, and accept libraries that were built from other sources",
     )
 
 
@@ -383,7 +382,7 @@ def execute(args: argparse.Namespace, selected: list[Case], checks: Sequence[dic
                     try:
                         result = _timed(one, args.timeout)
                     except TimeoutError:
-                        why = f"no answer within {args.timeout:g} s"
+                        why = f"not finished within {args.timeout:g} s"
                         result = CaseResult(case, device.name, case.seed(args.seed), "failed", why)
                         stuck = True
                     except errors.Lost as error:

@@ -129,7 +129,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """receipt show | verify | diff | sign | index."""
     verbs = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
 
-    show = verbs.add_parser("show", help="what receipts say")
+    show = verbs.add_parser("show", help="print receipts")
     show.add_argument("receipts", nargs="+", type=options.receipt, metavar="RECEIPT", help=RECEIPT)
     form = show.add_mutually_exclusive_group()
     form.add_argument("--md", action="store_true", help="the reviewer's two tables: correctness by part, performance")
@@ -140,8 +140,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "verify", help="schema, id, signature, sums, files, libraries; exit 0, 4 invalid, 6 stale, 1 not reproduced"
     )
     check.add_argument("receipts", nargs="+", type=options.receipt, metavar="RECEIPT", help=RECEIPT)
-    check.add_argument("--key", type=Path, metavar="PEM", help="demand a signature by this ed25519 public key")
-    check.add_argument("--check-libs", type=Path, metavar="DIR", help="demand that DIR holds the libraries that ran")
+    check.add_argument("--key", type=Path, metavar="PEM", help="require a signature by this ed25519 public key")
+    check.add_argument("--check-libs", type=Path, metavar="DIR", help="require the libraries that ran in DIR")
     check.add_argument("--sources-only", action="store_true", help="do not compare libraries")
     check.add_argument("--replay", type=int, default=0, metavar="N", help="run N of the cases again")
     check.add_argument("--json", action="store_true", help="the findings as JSON")

@@ -1,4 +1,4 @@
-"""The verb `replay`: runs the oracle on captures, the attention inputs of real models stored in files.
+"""Run the oracle on captures: the attention inputs of real models, stored in files.
 
 A file that also holds its framework's gradients (tensors dq, dk, dv, dsinks) is checked against float64 first: if they
 differ, scale, mask or layout of the file are not those that made them, and the operator is not to blame.

@@ -141,7 +141,8 @@ class Reporter:
         self.out.print(text)
         if result.status == "ok":
             forward = f"{result.forward.by} forward, " if result.forward else ""
-            self.out.print(f"{'':<11}  {figures}  {forward}{result.path} {result.seconds * 1e3:.2f} ms")
+            time = f" {result.seconds * 1e3:.2f} ms" if result.seconds else ""
+            self.out.print(f"{'':<11}  {figures}  {forward}{result.path}{time}")
         elif result.status == "failed":
             self.out.print(failure(result, self.seed, self.verb))
         else:
@@ -167,7 +168,8 @@ class Reporter:
         for (device, reason), count in reasons.most_common():
             self.out.print(f"{device}: {count} not run: {reason}", style="yellow")
         failed = [r for r in results if r.status == "failed"]
-        self.out.print(f"{len(results)} cases: {_counts(self.counts)}", style="bold red" if failed else "bold green")
+        cases = f"{len(results)} case{'s' * (len(results) != 1)}"
+        self.out.print(f"{cases}: {_counts(self.counts)}", style="bold red" if failed else "bold green")
         for result in failed:
             self.out.print(f"  failed {result.device} {result.case}: {result.reason}", style="red")
 

@@ -1,4 +1,4 @@
-"""What each backend says yes to, by which kernel path, and its reason where it says no."""
+"""Show what each backend supports and on which kernel path, and its reason where it does not."""
 
 from __future__ import annotations
 
@@ -23,17 +23,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.backend(parser)
     options.strict(parser)
     options.output(parser)
-    parser.add_argument("--matrix", action="store_true", help="a table of K/V types against head sizes instead")
-    parser.add_argument("--all", action="store_true", help="every case, not only those that are refused")
+    parser.add_argument("--matrix", action="store_true", help="print a table of K/V types by head sizes instead")
+    parser.add_argument("--all", action="store_true", help="print every case, not only unsupported ones")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print what the devices take; under --strict a refusal is a failure."""
+    """Print what the devices support; under --strict an unsupported case is a failure."""
     if args.matrix and (
         args.op or args.params or args.random or args.all or args.strict or args.output in ("json", "csv")
     ):
         raise errors.Usage(
-            "--matrix asks about shapes of its own and prints Markdown", "leave out all but -b and --libs"
+            "--matrix does not combine with filters and formats: it prints a Markdown table of fixed shapes",
+            "give it -b, --libs, --preset and --threads only",
         )
     library = options.library(args)
     devices = options.devices(args, library)
@@ -41,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
         for device in devices:
             print(matrix(library, device), end="\n\n")
         return 0
-    rows = [ask(library, device, case) for case in options.select(args) for device in devices]
+    rows = [query(library, device, case) for case in options.select(args) for device in devices]
     if args.output == "csv":
         writer = csv.writer(sys.stdout, lineterminator="\n")
         writer.writerow(("device", "case", "supported", "path", "reason"))
@@ -50,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
         keys = ("device", "case", "path", "reason")
         print(json.dumps([dict(zip(keys, (d, str(c), p, r), strict=True)) for d, c, p, r in rows], indent=1))
     elif args.output == "md":
-        print("| device | case | path | refused because |\n|---|---|---|---|")
+        print("| device | case | path | why not |\n|---|---|---|---|")
         for name, case, path, reason in rows:
             print(f"| {name} | `{case}` | {path} | {reason} |")
     else:
@@ -58,12 +59,14 @@ def run(args: argparse.Namespace) -> int:
             if args.all or not path:
                 print(f"{name:<8} {path or 'no':<8} {case}{': ' + reason if reason else ''}")
         for (name, path, reason), count in sorted(Counter((d, p, r) for d, _, p, r in rows).items()):
-            print(f"{name}: {count} cases {'take the path ' + path if path else 'refused: ' + reason}")
+            print(
+                f"{name}: {count} case{'s' * (count != 1)} {f'on path {path}' if path else f'not supported: {reason}'}"
+            )
     return 1 if args.strict and any(not path for _, _, path, _ in rows) else 0
 
 
-def ask(library: ggml.Library, device: ggml.Device, case: Case) -> Row:
-    """What a device says to a case."""
+def query(library: ggml.Library, device: ggml.Device, case: Case) -> Row:
+    """Whether a device supports a case."""
     try:
         reason = library.refusal(device, case)
     except errors.Usage as error:
@@ -82,6 +85,6 @@ def matrix(library: ggml.Library, device: ggml.Device) -> str:
                 cells.append("")
                 continue
             case = Case(hsk=hsk, hsv=hsv, nh=8, nhkv=2, kv=256, nb=64, type_K=name, type_V=name)
-            cells.append(ask(library, device, case)[2] or "no")
+            cells.append(query(library, device, case)[2] or "no")
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     return "\n".join(lines)

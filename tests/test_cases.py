@@ -98,7 +98,7 @@ def test_errors_in_a_list_name_file_and_line(tmp_path: Path) -> None:
     with pytest.raises(errors.Usage, match=r"bad\.def:3: mask=square"):
         cases.load(path)
     path.write_text(f"{PLAIN}\n{PLAIN}\n")
-    with pytest.raises(errors.Usage, match=r"bad\.def:2: .* stands already in line 1"):
+    with pytest.raises(errors.Usage, match=r"bad\.def:2: .* is already in line 1"):
         cases.load(path)
 
 

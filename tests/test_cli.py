@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 from attention import small
 
-from pyharness import cases, cli, commands, errors, ggml, oracle, report
+from pyharness import cases, cli, commands, errors, ggml, listing, oracle, report
 
 CASE = "FLASH_ATTN_BACK(hsk=16,hsv=16,nh=4,nhkv=2,kv=20,nb=7,type_K=f32,type_V=f32)"
 pytestmark = pytest.mark.usefixtures("library")
@@ -170,7 +170,7 @@ def test_a_case_that_passes_is_exit_0_and_shows_every_part(capsys: pytest.Captur
     assert f"ok          CPU {CASE}" in out
     for part in ("dq", "dk", "dv", "lse", "d"):
         assert f"{part} " in out
-    assert "1 cases: 1 ok, 0 failed, 0 unsupported, 0 skipped" in out
+    assert "1 case: 1 ok, 0 failed, 0 unsupported, 0 skipped" in out
 
 
 def test_a_case_that_fails_is_exit_1_and_stands_at_the_end(
@@ -284,13 +284,13 @@ def test_an_interrupt_reports_what_was_done_and_is_exit_130() -> None:
         code = running.returncode
     assert code == errors.INTERRUPTED
     assert "stopped after 1 of 2 cases" in out
-    assert "1 cases: 1 ok" in out
+    assert "1 case: 1 ok" in out
 
 
 def test_a_case_that_does_not_end_is_ended_by_the_watchdog() -> None:
     done = process(*ORACLE, "-o", f"{LONG},{CASE}", "--timeout", "1")
     assert done.returncode == 1
-    assert "no answer within 1 s" in done.stdout
+    assert "not finished within 1 s" in done.stdout
     assert "stopped after 1 of 2 cases" in done.stdout
 
 
@@ -420,6 +420,13 @@ def test_a_folder_that_takes_no_receipt_is_refused_before_the_run(
     assert "--receipts DIR, or --no-receipt" in err
 
 
+def test_a_folder_that_only_looks_writable_is_refused_before_the_run(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["oracle", "-o", CASE, "--receipts", "/proc/receipts"]) == errors.Environment.exit_code
+    out, err = capsys.readouterr()
+    assert not out
+    assert "cannot write a receipt below /proc/receipts: " in err
+
+
 @pytest.mark.parametrize("verb", ["oracle", "support", "list"])
 def test_a_case_whose_capture_cannot_be_read_is_exit_2(
     verb: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -440,7 +447,17 @@ def test_a_case_file_that_is_no_text_is_exit_2(tmp_path: Path, capsys: pytest.Ca
 
 def test_a_device_that_is_named_twice_runs_once(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["oracle", "--no-receipt", "-b", "CPU,cpu", "-o", CASE]) == 0
-    assert "1 cases: 1 ok" in capsys.readouterr().out
+    assert "1 case: 1 ok" in capsys.readouterr().out
+
+
+def test_devices_may_be_written_with_spaces_and_a_last_comma(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["support", "-b", " CPU, cpu,", "-o", CASE]) == 0
+    assert capsys.readouterr().out == "CPU: 1 case on path cpu\n"
+
+
+def test_a_cuda_device_in_a_build_without_cuda_names_the_preset(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["support", "-b", "cuda0", "-o", CASE]) == errors.Environment.exit_code
+    assert "devices: CPU; --preset cuda selects the CUDA build" in capsys.readouterr().err
 
 
 def test_a_device_without_a_name_is_exit_3(capsys: pytest.CaptureFixture[str]) -> None:
@@ -449,9 +466,9 @@ def test_a_device_without_a_name_is_exit_3(capsys: pytest.CaptureFixture[str]) -
 
 
 @pytest.mark.parametrize("more", [["-p", "sinks=1"], ["--output", "json"], ["--all"], ["--strict"], ["--random", "3"]])
-def test_the_matrix_takes_no_filter_that_it_would_ignore(more: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_matrix_refuses_a_filter_that_it_would_ignore(more: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["support", "--matrix", *more]) == errors.Usage.exit_code
-    assert "leave out all but" in capsys.readouterr().err
+    assert "--matrix does not combine with" in capsys.readouterr().err
 
 
 def test_libraries_of_two_folders_are_refused(library: ggml.Library, tmp_path: Path) -> None:
@@ -468,7 +485,19 @@ def test_an_error_of_the_system_is_told_in_words(tmp_path: Path, capsys: pytest.
     (tmp_path / "file").write_text("")
     words = ["train", "--no-receipt", "--libs", str(tmp_path), "--out", str(tmp_path / "file")]
     assert cli.main(words) == errors.Environment.exit_code
-    assert f"File exists: '{tmp_path / 'file'}'" in capsys.readouterr().err
+    assert f"{tmp_path / 'file'}: File exists" in capsys.readouterr().err
+
+
+def test_an_interrupt_is_named_whether_a_verb_raises_or_returns_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def raises(_: argparse.Namespace) -> int:
+        raise KeyboardInterrupt
+
+    for run in (raises, lambda _: errors.INTERRUPTED):
+        monkeypatch.setattr(listing, "run", run)
+        assert cli.main(["list"]) == errors.INTERRUPTED
+        assert capsys.readouterr().err == "pyharness list: interrupted\n"
 
 
 # ---- the process ----
@@ -497,7 +526,7 @@ def test_a_run_whose_output_nobody_takes_still_leaves_its_receipt(tmp_path: Path
     assert done.returncode == code, done.stderr
     assert len(list(tmp_path.glob("*.json"))) == 1
     assert "Traceback" not in done.stderr
-    assert ("standard output is not whole: No space left on device" in done.stderr) == (stdout == "full")
+    assert ("standard output is incomplete: No space left on device" in done.stderr) == (stdout == "full")
 
 
 def test_a_verdict_that_nobody_reads_is_still_the_exit_code(tmp_path: Path) -> None:

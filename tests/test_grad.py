@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
 import pytest
 from attention import case, in_a_graph, last_words, small
 
-from pyharness import cases, ggml, gradcheck, inputs, reference, report
+from pyharness import cases, cli, ggml, gradcheck, inputs, reference, report
 from pyharness.cases import Case
 
 LISTED = [(str(c), graph) for c in cases.load(cases.GRAD) for graph in gradcheck.graphs(c)]
@@ -35,6 +36,13 @@ def test_a_wrong_gradient_is_found_and_placed(
     assert "worst at (s=0, h=" in text
     assert "worst at (s=0, g=" in text
     assert f" -m pyharness grad -b CPU --seed 0 -o '{small()}' --graph {graph}" in text
+
+
+def test_no_time_is_printed_where_none_was_taken(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["grad", "-b", "CPU", "--samples", "2", "--graph", "plain", "-o", str(small())]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"dv \S+  plain$", out, re.MULTILINE)
+    assert " ms" not in out
 
 
 def test_the_wanted_gradients_of_the_node_are_minimal(library: ggml.Library, cpu: ggml.Device) -> None:

@@ -155,7 +155,7 @@ def test_a_long_run_counts_every_reading_and_not_only_those_kept(monkeypatch: py
     [
         ({"limited": {"readings": 3, "thermal": 0, "hardware": 0, "power": 0}}, "0 readings of limited clocks (power)"),
         ({"limited": {"readings": 9, "thermal": 0, "hardware": 0, "power": 1}}, "9 readings of limited clocks"),
-        ({"throttled": True}, "throttled is True, but the readings say otherwise"),
+        ({"throttled": True}, "throttled is True, which the readings contradict"),
         ({"sampled": 4, "limited": {"readings": 4, "thermal": 0, "hardware": 0, "power": 5}}, "5 readings"),
         ({"sampled": 4, "limited": {"readings": 4, "thermal": 0, "hardware": 0, "power": 0}}, "0 readings"),
     ],
@@ -195,15 +195,14 @@ def test_receipts_old_and_new_say_what_limited_the_clocks(reasons: int) -> None:
     )
 
 
-def test_a_table_in_a_page_says_what_limited_the_clocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    path = next(path for path in receipt.listed() if "-perf-" in path.name)
-    document, id12 = statement.read(path), path.stem.rpartition("-")[2]
+def test_a_table_in_a_page_says_what_limited_the_clocks() -> None:
+    shelf = receipt.Shelf()
+    id12, kept = next((id12, kept) for id12, kept in shelf.kept.items() if "-perf-" in kept.path.name)
     with Monitor(lambda: reading(reasons=4), period=60) as watch:
         pass
-    document["predicate"]["receipt"]["monitor"] = watch.report()
-    monkeypatch.setattr(statement, "read", lambda _: document)
-    page = receipt.tables(f"<!-- receipt {id12} -->\n<!-- /receipt -->\n")
-    assert f"{path.name}); GPU not throttled, power-capped in 2 of 2 readings (100.0 %).\n" in page
+    kept.document["predicate"]["receipt"]["monitor"] = watch.report()
+    page = receipt.tables(f"<!-- receipt {id12} -->\n<!-- /receipt -->\n", shelf)
+    assert f"{kept.path.name}); GPU not throttled, power-capped in 2 of 2 readings (100.0 %).\n" in page
 
 
 @pytest.mark.parametrize("form", ["console", "md"])

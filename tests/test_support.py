@@ -13,13 +13,13 @@ pytestmark = pytest.mark.usefixtures("library")
 
 
 def test_the_cpu_takes_every_listed_case(library: ggml.Library, cpu: ggml.Device) -> None:
-    refused = [row for row in (support.ask(library, cpu, c) for c in cases.load(cases.CASES)) if not row[2]]
+    refused = [row for row in (support.query(library, cpu, c) for c in cases.load(cases.CASES)) if not row[2]]
     assert not refused
 
 
 def test_every_answer_is_a_path_or_a_reason(library: ggml.Library, cpu: ggml.Device) -> None:
     for shape in cases.random_cases(1000, 1):
-        _, _, path, reason = support.ask(library, cpu, shape)
+        _, _, path, reason = support.query(library, cpu, shape)
         assert bool(path) != bool(reason), shape
 
 
