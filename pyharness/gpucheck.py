@@ -6,9 +6,9 @@ steps
   hopper, mma, rows  the same with the CUDA backend held to that kernel path
   target     the reference shape (24 heads of 256, 2048 queries, 75520 keys, q8_0) against the full float64 reference
   repeat     the same bits in every repeat while another stream of the device is busy
-  random     random shapes: what supports_op takes must run and be right, and whatever it refuses says why
+  random     random shapes: what supports_op accepts must run and be right, and every refusal has a reason
   sanitizer  compute-sanitizer's memcheck, initcheck, racecheck and synccheck on a short list, every kernel path
-  properties identities that need no reference, over random shapes (pytest and hypothesis)
+  properties  identities that need no reference, over random shapes (pytest and hypothesis)
   public     the tests of hand-computed values, invariants, corners, pairs and publicly reported failures (pytest)
   soak       mixed shapes on two streams beside memory that comes and goes: the same bits, no growth
   memory     too little device memory for the workspace: right, or a graph that fails in words

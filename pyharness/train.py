@@ -254,20 +254,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--ctx", type=int, default=256, metavar="N", help=f"context, a multiple of {CELLS} (default: 256)"
     )
-    parser.add_argument("--tokens", type=int, metavar="N", help="of the text, 0 = all (default: 7.5 contexts)")
+    parser.add_argument(
+        "--tokens", type=int, metavar="N", help="train on N tokens of the text, 0 = all (default: 7.5 contexts)"
+    )
     parser.add_argument("--lr", type=float, default=SCHEDULE["lr"], help="AdamW's learning rate (default: 3e-4)")
-    parser.add_argument("--warmup", type=int, default=SCHEDULE["warmup"], metavar="N", help="steps to it (default: 10)")
+    parser.add_argument(
+        "--warmup", type=int, default=SCHEDULE["warmup"], metavar="N", help="steps up to that rate (default: 10)"
+    )
     parser.add_argument("--text", type=Path, metavar="FILE", help="train on this text")
     parser.add_argument("--threads", type=int, default=2, metavar="N", help="of the CPU backend (default: 2)")
     parser.add_argument("--no-stock", action="store_true", help="leave out the check in unpatched llama.cpp")
     parser.add_argument("--bench", action="store_true", help="instead: time and memory by context")
     parser.add_argument("--libs", type=Path, metavar="DIR", help=f"folder of a built {PROGRAM} and its libraries")
-    parser.add_argument("--vocabulary", type=Path, metavar="GGUF", help="another tokenizer")
-    parser.add_argument("--out", type=Path, default=ROOT / "build/train-demo", metavar="DIR", help="results")
+    parser.add_argument(
+        "--vocabulary", type=Path, metavar="GGUF", help="tokenizer (default: the one of the pinned tree)"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=ROOT / "build/train-demo", metavar="DIR", help="folder of the results"
+    )
     parser.add_argument("--capture", type=Path, metavar="DIR", help="store two layers' attention mid-training")
-    parser.add_argument("--capture-rows", type=int, default=32, metavar="N", help="last queries of it, 0 = all (32)")
-    parser.add_argument("--receipts", type=Path, default=ROOT / "receipts", metavar="DIR", help="(default: receipts)")
-    parser.add_argument("--no-receipt", action="store_true", help="write none")
+    parser.add_argument(
+        "--capture-rows", type=int, default=32, metavar="N", help="its last queries, 0 = all (default: 32)"
+    )
+    parser.add_argument(
+        "--receipts", type=Path, default=ROOT / "receipts", metavar="DIR", help="where the receipt goes"
+    )
+    parser.add_argument("--no-receipt", action="store_true", help="write no receipt")
     parser.add_argument("--licence", default="unknown", help="licence of the text, for the captures")
 
 
