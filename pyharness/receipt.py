@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from .oracle import CaseResult
 
 DIRECTORY = options.RECEIPTS
-RECEIPT = "a file, or the id of a receipt in receipts/, four of its digits or more"
+RECEIPT = "a file, or the id of a receipt in receipts/ or its first digits"
 INDEX = "README.md"
 
 

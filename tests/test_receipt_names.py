@@ -26,7 +26,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("name", ["89ab", "89abcdef", IDS[2], IDS[2] + "0" * 20, IDS[2] + "0" * 52])
+@pytest.mark.parametrize("name", ["8", "89ab", "89abcdef", IDS[2], IDS[2] + "0" * 20, IDS[2] + "0" * 52])
 def test_an_id_names_its_receipt_however_much_of_it_is_given(folder: Path, name: str) -> None:
     assert options.receipt(name) == folder / f"20261201T000000Z-oracle-{IDS[2]}.json"
 
