@@ -222,18 +222,19 @@ _UNPACKING = ".unpacking-"
 
 
 def unpack(archive: Path, subdir: str, tree: Path) -> None:
-    """Unpacks `subdir` of the archive's only top folder as the new folder `tree`, whole or not at all."""
+    """Unpacks `subdir` of the archive's only top folder as the new folder `tree`, whole or not at all.
+
+    Only files and folders whose names stay inside are accepted. tarfile's own filters are missing before 3.10.12 and
+    3.11.4, so the files are written here, with this process's owner and no mode but the executable bit."""
     with _os_errors(f"cannot write {tree}"):
         tree.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=tree.parent, prefix=_UNPACKING) as folder:
             try:
                 with tarfile.open(archive, "r:gz") as tar:
-                    tar.extraction_filter = tarfile.data_filter
-                    inside = [m for m in tar if PurePosixPath(*PurePosixPath(m.name).parts[1:]).is_relative_to(subdir)]
-                    for member in inside:
-                        if not (member.isreg() or member.isdir()):
-                            raise tarfile.ExtractError(f"{member.name} is a link or a device")
-                    tar.extractall(folder, inside)
+                    for member in tar:
+                        name = PurePosixPath(member.name)
+                        if PurePosixPath(*name.parts[1:]).is_relative_to(subdir):
+                            _extract(tar, member, Path(folder))
             # the reader has its own ways to fail on bytes that are not what they say
             except (tarfile.TarError, zlib.error, gzip.BadGzipFile, EOFError, AttributeError, ValueError) as error:
                 raise TreeError(f"cannot unpack {archive}: {error}; delete it to have it fetched again") from error
@@ -241,6 +242,23 @@ def unpack(archive: Path, subdir: str, tree: Path) -> None:
             if len(found) != 1:
                 raise TreeError(f"{archive} has no folder {subdir}; delete it to have it fetched again")
             os.replace(found[0], tree)
+
+
+def _extract(tar: tarfile.TarFile, member: tarfile.TarInfo, folder: Path) -> None:
+    name = PurePosixPath(member.name)
+    if name.is_absolute() or ".." in name.parts:
+        raise tarfile.ExtractError(f"{member.name} leads out of the archive's folder")
+    if member.isdir():
+        (folder / name).mkdir(parents=True, exist_ok=True)
+        return
+    content = tar.extractfile(member) if member.isreg() else None
+    if content is None:
+        raise tarfile.ExtractError(f"{member.name} is a link or a device")
+    (folder / name).parent.mkdir(parents=True, exist_ok=True)
+    with (folder / name).open("wb") as file:
+        shutil.copyfileobj(content, file)
+    if member.mode & 0o100:
+        (folder / name).chmod(0o755)
 
 
 # ---- hooks ----

@@ -58,6 +58,19 @@ def test_what_is_promised_away_is_found(line: str, tmp_path: Path) -> None:
     assert len(list(found(tmp_path / "a.py"))) == 1
 
 
+LATE = {
+    *("data_filter", "tar_filter", "fully_trusted_filter", "extraction_filter"),  # 3.10.12, 3.11.4
+    *("get_int_max_str_digits", "set_int_max_str_digits"),  # 3.10.7
+}
+"""What patch releases of a supported Python added."""
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.name)
+def test_nothing_needs_a_patch_release_of_python(path: Path) -> None:
+    names = {getattr(node, "attr", "") for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))}
+    assert not names & LATE
+
+
 def test_every_proof_that_the_page_names_is_there() -> None:
     page = (ROOT / "SECURITY.md").read_text(encoding="utf-8")
     rows = [line for line in page.splitlines() if line.startswith("| ") and "tests/" in line]

@@ -6,6 +6,7 @@ import hashlib
 import io
 import os
 import shutil
+import stat
 import subprocess
 import tarfile
 from pathlib import Path
@@ -355,13 +356,15 @@ def test_the_verb_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixtu
 # ---- pinned archives ----
 
 
-def archive(path: Path, members: Files) -> Base:
+def archive(path: Path, members: Files, *more: tarfile.TarInfo) -> Base:
     """A source archive with the given members, as pip would find it, and its pin."""
     with tarfile.open(path / "some_tree-1.0.tar.gz", "w:gz") as tar:
         for name, data in members.items():
             info = tarfile.TarInfo(name)
             info.size = len(data)
             tar.addfile(info, io.BytesIO(data))
+        for info in more:
+            tar.addfile(info, io.BytesIO())
     sha256 = hashlib.sha256((path / "some_tree-1.0.tar.gz").read_bytes()).hexdigest()
     return Base("some-tree", "1.0", sha256, "vendor/tree", "some.backend", "0.0.0")
 
@@ -431,12 +434,65 @@ def test_half_an_archive_leaves_nothing_behind(index: Path, tmp_path: Path) -> N
     assert list((tmp_path / "upstream").iterdir()) == []
 
 
-def test_an_archive_that_leads_out_of_its_folder_is_refused(index: Path, tmp_path: Path) -> None:
-    archive(index, SDIST | {"some_tree-1.0/vendor/tree/../../../../escaped": b"x"})
-    with pytest.raises(TreeError):
+UNSAFE = {
+    "parent": tarfile.TarInfo("some_tree-1.0/vendor/tree/../../../../escaped"),
+    "absolute": tarfile.TarInfo("/vendor/tree/escaped"),
+    **{name: tarfile.TarInfo("some_tree-1.0/vendor/tree/link") for name in ("symbolic", "hard", "fifo", "device")},
+}
+for _name, _type in {
+    "symbolic": tarfile.SYMTYPE,
+    "hard": tarfile.LNKTYPE,
+    "fifo": tarfile.FIFOTYPE,
+    "device": tarfile.CHRTYPE,
+}.items():
+    UNSAFE[_name].type, UNSAFE[_name].linkname = _type, "../../../../escaped"
+
+
+@pytest.fixture(params=["filter", "no filter"])
+def tarfile_of_any_release(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tarfile of this Python, then one without filters, as before 3.10.12 and 3.11.4."""
+    if request.param == "no filter":
+        for name in ("data_filter", "tar_filter", "fully_trusted_filter"):
+            monkeypatch.delattr(tarfile, name, raising=False)
+
+
+@pytest.mark.usefixtures("tarfile_of_any_release")
+@pytest.mark.parametrize("name", UNSAFE)
+def test_an_archive_that_leads_out_of_its_folder_is_refused(index: Path, tmp_path: Path, name: str) -> None:
+    archive(index, SDIST, UNSAFE[name])
+    with pytest.raises(TreeError, match=r"leads out of|is a link or a device"):
         tree.unpack(index / "some_tree-1.0.tar.gz", "vendor/tree", tmp_path / "upstream/tree")
     assert list((tmp_path / "upstream").iterdir()) == []
     assert not (tmp_path / "escaped").exists()
+
+
+@pytest.mark.usefixtures("tarfile_of_any_release")
+def test_unpacked_files_have_the_user_and_no_mode_but_executable(index: Path, tmp_path: Path) -> None:
+    program = tarfile.TarInfo("some_tree-1.0/vendor/tree/program")
+    program.mode, program.uid, program.gid = 0o7777, 12345, 12345
+    archive(index, SDIST, program)
+    tree.unpack(index / "some_tree-1.0.tar.gz", "vendor/tree", tmp_path / "tree")
+    found = {path.name: path.stat() for path in (tmp_path / "tree").iterdir()}
+    assert {name: stat.S_IMODE(of.st_mode) & ~0o022 for name, of in found.items()} == {"file": 0o644, "program": 0o755}
+    assert {of.st_uid for of in found.values()} == {os.getuid()}
+
+
+def test_the_system_s_python_unpacks(index: Path, tmp_path: Path) -> None:
+    """Debian 12's is 3.11.2, the oldest patch release that a distribution ships, whose tarfile has no filters."""
+    python = Path("/usr/bin/python3")
+    lacks = "import sys, tarfile; sys.exit(sys.version_info < (3, 10) or hasattr(tarfile, 'data_filter'))"
+    if not python.exists() or subprocess.run([python, "-c", lacks]).returncode != 0:
+        pytest.skip("no /usr/bin/python3 from before tarfile had filters")
+    archive(index, SDIST)
+    code = """import sys, unittest.mock
+for name in ("tree_sitter", "tree_sitter_c", "tree_sitter_cmake", "tree_sitter_cpp"):
+    sys.modules[name] = unittest.mock.MagicMock()
+from pathlib import Path
+from pyharness import tree
+tree.unpack(Path(sys.argv[1]), "vendor/tree", Path(sys.argv[2]))"""
+    command = [str(python), "-c", code, str(index / "some_tree-1.0.tar.gz"), str(tmp_path / "tree")]
+    subprocess.run(command, cwd=digest.ROOT, env={"PYTHONDONTWRITEBYTECODE": "1"}, check=True)
+    assert files(tmp_path / "tree") == {"file": b"content"}
 
 
 def test_an_archive_without_the_tree_is_refused(index: Path, tmp_path: Path) -> None:
