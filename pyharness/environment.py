@@ -85,7 +85,11 @@ def _python() -> dict[str, Any]:
     installed = sorted(
         {f"{d.metadata['Name']}=={d.version}" for d in importlib.metadata.distributions() if d.metadata["Name"]}
     )
-    owners = importlib.metadata.packages_distributions()
+    owners: dict[str, set[str]] = {}  # packages_distributions() of Python 3.10 misses wheels without a top_level.txt
+    for distribution in importlib.metadata.distributions():
+        name = distribution.name
+        for line in "\n".join(distribution.read_text(file) or "" for file in ("RECORD", "top_level.txt")).splitlines():
+            owners.setdefault(re.split("[/.,]", line, maxsplit=1)[0], set()).add(name)
     loaded = {name for module in {m.partition(".")[0] for m in list(sys.modules)} for name in owners.get(module, ())}
     return {
         "version": platform.python_version(),

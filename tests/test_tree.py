@@ -320,10 +320,10 @@ def test_a_write_that_fails_leaves_the_tree_as_it_was(
 def test_a_folder_that_cannot_be_made_leaves_the_tree_as_it_was(ggml: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.rmtree(ggml / "tests")
 
-    def full(*_: object) -> None:
+    def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(os, "mkdir", full)
+    monkeypatch.setattr(Path, "mkdir", full)
     refused(ggml, "No space left on device", "left as it was")
 
 
