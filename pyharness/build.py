@@ -5,16 +5,21 @@ Runs on any Python with the standard library alone, and then on the virtual envi
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import fcntl
 import hashlib
 import os
+import re
 import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
@@ -25,34 +30,85 @@ COMPILERS = (
 )
 """Variable, default, Debian's package, the standard that ggml needs and a program that needs it too."""
 
+SCRIPTS = {"oracle": "oracle", "test": "test", "gpucheck": "gpu-check", "train": "train-demo"}
+"""The script of each verb that has one."""
+
+TESTED = ("test-backend-ops", "flash-attn-train")
+"""Programs of the preset cpu that tests ask for beside its libraries."""
+
+SECONDS = {"cpu": 8.0, "cuda": 30.0}
+"""About how long one core compiles one of ggml's and llama.cpp's files."""
+
 
 class SetupError(Exception):
     """A step failed; the message says what to do."""
 
 
 def main(verb: str, args: list[str]) -> int:
-    """Set up, then run `oracle` or `test` with its arguments, or only `install` the extras; returns the exit code."""
+    """Set up what a verb needs, then run it with its arguments; returns the exit code.
+
+    The verbs are those of pyharness that have a script, `test`, `install EXTRA...`, and `interpreter DIR`, which prints
+    a Python that can run pyharness.tree and makes one in DIR where this one cannot."""
     try:
-        check_machine()
-        with _lock():
-            install(*{"install": args, "test": ["test"], "oracle": []}[verb])
-            if verb == "install":
-                return 0
-            build("cpu", "all" if verb == "test" else "ggml")
-        return test(args) if verb == "test" else os.execv(PYTHON, [str(PYTHON), "-m", "pyharness", verb, *args])
+        if verb == "interpreter":
+            print(interpreter(Path(args[0])))
+            return 0
+        if verb in ("gpucheck", "train"):
+            python = _set_up(verb, args)
+        else:
+            check_machine()
+            with _lock("setup"):
+                install(*{"install": args, "test": ["test"]}.get(verb, []))
+            if verb == "oracle" and not {"-h", "--help"} & set(args):
+                build("cpu", "ggml")
+            python = PYTHON
+        if verb in ("install", "test"):
+            return test(args) if verb == "test" else 0
+        os.execv(python, [str(python), "-m", "pyharness", verb, *args])
     except KeyboardInterrupt:
         return 130
     except (SetupError, OSError) as error:
-        print(f"scripts/{verb}: {error}", file=sys.stderr)
+        print(f"{f'scripts/{SCRIPTS[verb]}' if verb in SCRIPTS else 'error'}: {error}", file=sys.stderr)
         return 3
 
 
+def _set_up(verb: str, args: list[str]) -> Path:
+    """What gpucheck or train needs, before there are the packages to read all of its options; returns its Python."""
+    parser = argparse.ArgumentParser(prog=f"scripts/{SCRIPTS[verb]}", add_help=False)
+    parser.add_argument("-b", default="CUDA0")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--libs")
+    parser.add_argument("--preset", default="cuda")
+    parser.add_argument("-h", "--help", action="store_true")
+    options = parser.parse_known_args(args)[0]
+    if not options.help:
+        require_gpu(options.b if verb == "gpucheck" else options.device)
+    if options.libs is not None:
+        return Path(sys.executable)
+    check_machine()
+    with _lock("setup"):
+        install(*["plot"] * (verb == "train"))
+    if verb == "gpucheck" and not options.help:
+        build(options.preset, "ggml")
+    return PYTHON
+
+
+def require_gpu(device: str) -> None:
+    """Raise SetupError where a CUDA device (`CUDA1`, or `cuda` for the first) is wanted and the driver has none."""
+    from pyharness import cuda, errors  # no part of a bare Python's path unless a script puts it there
+
+    try:
+        cuda.require("CUDA0" if device == "cuda" else device)
+    except errors.Environment as error:
+        raise SetupError(f"{error}\n  {error.hint}") from None
+
+
 @contextlib.contextmanager
-def _lock() -> Iterator[None]:
-    """Lets one set-up at a time into a checkout."""
+def _lock(name: str) -> Iterator[None]:
+    """Lets one process at a time do what the name stands for in this checkout."""
     try:
         (ROOT / "build").mkdir(exist_ok=True)
-        file = (ROOT / "build/.setup.lock").open("w")
+        file = (ROOT / f"build/.{name}.lock").open("w")
     except OSError as error:
         raise SetupError(
             f"cannot write below {ROOT / 'build'}: {error.strerror}; work in a copy of this checkout that you may write"
@@ -62,8 +118,8 @@ def _lock() -> Iterator[None]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            print("waiting for another set-up of this checkout ...", file=sys.stderr, flush=True)
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            with Progress(f"waiting for another {name} of this checkout"):
+                fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
 
@@ -93,25 +149,60 @@ def install(*extras: str) -> None:
         return
     if not whole:
         shutil.rmtree(VENV, ignore_errors=True)
-        hint = "Python's venv module is missing or broken (Debian: apt install python3-venv)"
-        base = getattr(sys, "_base_executable", sys.executable)  # this one may just have been deleted
-        _step("virtual environment", [base, "-m", "venv", str(VENV)], hint)
-    hint = "check the network and pip's settings (`pip config list`; PIP_INDEX_URL, HTTPS_PROXY, PIP_CERT are honoured)"
-    pip = [str(PYTHON), "-m", "pip", "install", "--disable-pip-version-check", "--quiet", "--editable"]
-    _step("Python packages", [*pip, f"{ROOT}[{','.join(extras)}]" if extras else str(ROOT)], hint)
+        _venv(VENV)
+    _packages(PYTHON, "--editable", f"{ROOT}[{','.join(extras)}]" if extras else str(ROOT))
     (VENV / f"installed-{','.join(extras)}").write_text(wanted)
 
 
-def build(preset: str, target: str = "all") -> Path:
-    """Configure a preset of CMakePresets.json if it is not yet, and build a target of it; returns build/PRESET."""
+def interpreter(folder: Path) -> Path:
+    """A Python with the packages of pyharness.tree: this one, or that of a virtual environment made as `folder`."""
+    own = folder / "bin/python"
+    usable = "import pip, pyharness.tree; pyharness.tree.tree_sitter.QueryCursor"  # of tree-sitter 0.25
+    for python in (Path(sys.executable), own):
+        if python.exists() and subprocess.run([python, "-c", usable], cwd=ROOT, capture_output=True).returncode == 0:
+            return python
+    shutil.rmtree(folder, ignore_errors=True)
+    _venv(folder)
+    _packages(own, *re.findall('^ *"((?:tomli|tree-sitter).*)",$', _text(ROOT / "pyproject.toml"), re.MULTILINE))
+    return own
+
+
+def _venv(folder: Path) -> None:
+    hint = "Python's venv module is missing or broken (Debian: apt install python3-venv)"
+    base = getattr(sys, "_base_executable", sys.executable)  # this one may just have been deleted
+    step("virtual environment", [base, "-m", "venv", str(folder)], hint)
+
+
+def _packages(python: Path, *wanted: str) -> None:
+    hint = "check the network and pip's settings (`pip config list`; PIP_INDEX_URL, HTTPS_PROXY, PIP_CERT are honoured)"
+    step("Python packages", [str(python), "-m", "pip", "install", "--disable-pip-version-check", *wanted], hint)
+
+
+def build(preset: str, *targets: str) -> Path:
+    """Configure a preset of CMakePresets.json if it is not yet, and build targets of it; returns build/PRESET."""
     folder = ROOT / "build" / preset
-    cache = _text(folder / "CMakeCache.txt")
-    if cache and f"CMAKE_HOME_DIRECTORY:INTERNAL={ROOT}\n" not in cache:  # the checkout was moved or copied
-        shutil.rmtree(folder)
-    if not (folder / "build.ninja").exists():
-        _step(f"configuration of build/{preset}", ["cmake", "--preset", preset, "--fresh"])
-    _step(f"build of build/{preset}", ["cmake", "--build", str(folder), "--target", target])
+    with _lock(f"build-{preset}"):
+        cache = _text(folder / "CMakeCache.txt")
+        if cache and f"CMAKE_HOME_DIRECTORY:INTERNAL={ROOT}\n" not in cache:  # the checkout was moved or copied
+            shutil.rmtree(folder)
+        if not (folder / "build.ninja").exists():
+            step(f"configuration of build/{preset}", ["cmake", "--preset", preset, "--fresh"])
+        compile_(f"build of build/{preset}", folder, *targets)
     return folder
+
+
+def compile_(name: str, folder: Path, *targets: str) -> None:
+    """Build targets in a configured folder, and say before how many files that compiles and about how long it takes."""
+    command = ["cmake", "--build", str(folder)]
+    known = [*command, "--", "-t", "commands", *targets]  # of ninja; whatever state the targets are in
+    commands = subprocess.run(known, cwd=ROOT, env=environment(), capture_output=True, text=True).stdout.splitlines()
+    made = [re.search(r" -o (\S+\.o)(?: |$)", line) for line in commands]
+    new = [found.string for found in made if found and not (folder / found[1]).exists()]
+    minutes = sum(SECONDS["cuda" if ".cu " in line else "cpu"] for line in new) / (os.cpu_count() or 1) / 60
+    if minutes > 0.5:
+        less = ", less if ccache has them" if shutil.which("ccache") else ""
+        name += f" ({len(new)} files, about {minutes:.0f} min{less})"
+    step(name, [*command, "--target", *targets])
 
 
 def pip(extra: str = "") -> str:
@@ -125,7 +216,12 @@ def environment() -> dict[str, str]:
 
 
 def test(args: list[str]) -> int:
-    """The linters, then pytest; with arguments only pytest with them. Runs all of them, returns 1 if any failed."""
+    """The linters, then pytest; returns 1 if any failed.
+
+    --quick leaves out the tests marked slow, -x stops at the first failure, of a linter too. With other arguments,
+    which are pytest's, only pytest runs. Leaves build/junit.xml."""
+    quick, first = "--quick" in args, {"-x", "--exitfirst"} & set(args)
+    words = [word for word in args if word != "--quick"]
     folders = [ROOT / name for name in ("fuzz", "ggml", "tests", "train")]
     suffixes = (".c", ".cpp", ".cu", ".cuh", ".h")
     sources = [str(path) for folder in folders for path in sorted(folder.rglob("*")) if path.suffix in suffixes]
@@ -134,30 +230,94 @@ def test(args: list[str]) -> int:
         "ruff format": ["ruff", "format", "--check", "."],
         "mypy": ["mypy"],
         "clang-format": ["clang-format", "--dry-run", "--Werror", *sources],
-        "pytest": ["pytest"],
     }
-    if args:
-        checks = {"pytest": ["pytest", *args]}
+    whole = not set(words) - first
+    if not whole:
+        checks = {}
+    build("cpu", *(("ggml", *TESTED) if whole and not quick else ("ggml",)))
+    checks["pytest"] = ["pytest", f"--junit-xml={ROOT / 'build/junit.xml'}", *["-m", "not slow"] * quick, *words]
     failed = []
     for name, command in checks.items():
         print(f"--- {name}", flush=True)
         if subprocess.run(command, cwd=ROOT, env=environment()).returncode != 0:
             failed.append(name)
+            if first:
+                break
     if failed:
         print(f"--- failed: {', '.join(failed)}")
     return 1 if failed else 0
 
 
-def _step(name: str, command: list[str], hint: str = "") -> None:
-    print(f"{name} ...", file=sys.stderr, flush=True)
+# ---- long work ----
+
+
+class Progress:
+    """Shows on stderr that long work lives: the time and its latest line, in place on a terminal, else now and then."""
+
+    every = 30.0
+    """Seconds between the lines where stderr is no terminal."""
+
+    def __init__(self, name: str) -> None:
+        self._name, self._line, self._shown, self._begin = name, "", "", time.monotonic()
+        self._terminal, self._ended = sys.stderr.isatty() and os.environ.get("TERM") != "dumb", threading.Event()
+        self._counts: re.Match[str] | None = None
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> Progress:
+        self._show(f"{self._name} ...")
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+        self._show(f"{self._name}: {'failed after' if kind else 'done in'} {self._elapsed()}", end="\n")
+
+    def say(self, line: str) -> None:
+        """The latest line of the work's output; between the steps that ninja counts, warnings are left out."""
+        counts = re.match(r"\[\d+/\d+\] ", line)
+        if counts or not self._counts:
+            self._line, self._counts = line.strip() or self._line, counts
+
+    def _elapsed(self) -> str:
+        minutes, seconds = divmod(int(time.monotonic() - self._begin), 60)
+        return f"{minutes} min {seconds} s" if minutes else f"{seconds} s"
+
+    def _run(self) -> None:
+        while not self._ended.wait(0.2 if self._terminal else self.every):
+            self._show(f"{self._name} ... {self._elapsed()}  {self._line}")
+
+    def _show(self, text: str, end: str = "") -> None:
+        if not self._terminal:
+            print(text, file=sys.stderr, flush=True)
+        elif text != self._shown or end:
+            width = os.get_terminal_size(sys.stderr.fileno()).columns or 80
+            printable = "".join(c if c.isprintable() else " " for c in text)
+            print(f"\r\x1b[K{printable if end else printable[: width - 1]}", end=end, file=sys.stderr, flush=True)
+            self._shown = text
+
+
+def step(name: str, command: Sequence[str], hint: str = "", env: Mapping[str, str] | None = None) -> None:
+    """Run a command in the checkout under a `Progress`; its whole output is in the SetupError of one that fails."""
+    lines: list[str] = []
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "errors": "replace"}
     try:
-        done = subprocess.run(
-            command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
+        with (
+            Progress(name) as progress,
+            subprocess.Popen(command, cwd=ROOT, env=environment() if env is None else env, **pipes) as process,
+        ):
+            try:
+                for line in process.stdout or ():
+                    lines.append(line)
+                    progress.say(line)
+            except BaseException:
+                process.kill()
+                raise
+            if process.wait() != 0:
+                output = "".join(lines).strip()
+                raise SetupError(f"{name} failed (exit {process.returncode}):\n{output}\n{hint}".rstrip())
     except OSError as error:
         raise SetupError(f"{name}: {error}") from error
-    if done.returncode != 0:
-        raise SetupError(f"{name} failed (exit {done.returncode}):\n{done.stdout.strip()}\n{hint}".rstrip())
 
 
 def _text(path: Path) -> str:

@@ -32,7 +32,11 @@ def _call(name: str, *arguments: Any) -> None:
             raise errors.Environment(
                 "no CUDA driver: libcuda.so.1 cannot be loaded", hint="run on the CPU: -b CPU"
             ) from e
-        _call("cuInit", 0)
+        try:
+            _call("cuInit", 0)
+        except errors.Environment:
+            _driver = None
+            raise
     status = getattr(_driver, name)(*arguments)
     if status != 0:
         text = ctypes.c_char_p()
@@ -44,6 +48,22 @@ def ordinal(device: str) -> int | None:
     """The CUDA ordinal of a ggml device name ("CUDA1" -> 1), None for any other device."""
     found = re.fullmatch(r"CUDA(\d+)", device)
     return int(found[1]) if found else None
+
+
+def require(device: str) -> None:
+    """Raise errors.Environment unless the driver lists the CUDA device of a ggml name; other names pass."""
+    index = ordinal(device)
+    if index is None:
+        return
+    count = ctypes.c_int()
+    try:
+        _call("cuDeviceGetCount", ctypes.byref(count))
+        why = f"the driver lists {count.value} devices"
+    except errors.Environment as error:
+        why = str(error)
+    if index >= count.value:
+        hint = "this needs an NVIDIA GPU and its driver (nvidia-smi -L); without: ./scripts/oracle, train --device cpu"
+        raise errors.Environment(f"no {device}: {why}", hint)
 
 
 def _handle(index: int) -> ctypes.c_int:

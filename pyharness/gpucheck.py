@@ -178,6 +178,7 @@ def run(args: argparse.Namespace) -> int:
         if step not in BOXES or not equals or not seconds.replace(".", "", 1).isdigit():
             raise errors.Usage(f"--box {item}: write STEP=SECONDS, STEP of {', '.join(BOXES)}")
         boxes[step] = float(seconds)
+    cuda.require(args.backend)
     args.out.mkdir(parents=True, exist_ok=True)
     with (args.out / "log.txt").open("a", encoding="utf-8") as log:
         states = _Check(args, boxes, log, steps).run(steps)

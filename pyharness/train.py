@@ -17,17 +17,19 @@ import shutil
 import statistics
 import subprocess
 import sys
+import tempfile
+import threading
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import gguf
 import numpy as np
 import numpy.typing as npt
 
-from . import build, errors, tiny
+from . import build, cuda, errors, tiny
 from .digest import ROOT
 
 if TYPE_CHECKING:
@@ -128,32 +130,51 @@ JSON = {"nan": "NaN", "-nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
 
 
 def execute(
-    program: Path, model: Path, text: Path, seconds: float | None = None, **options: str | int | float | Path | bool
+    program: Path,
+    model: Path,
+    text: Path,
+    seconds: float | None = None,
+    say: Callable[[str], None] = lambda _: None,
+    **options: str | int | float | Path | bool,
 ) -> Run:
     """Runs the program with options by name (`steps=5`, `fa="off"`, `type_k="q8_0"`); a failure is in the Run.
 
-    It is ended after `seconds`, with exit code 124."""
+    It is ended after `seconds`, with exit code 124. `say` gets each event while it runs, in words."""
     command = [str(program), "--model", str(model), "--text", str(text)]
     for name, value in options.items():
         command += [f"--{name.replace('_', '-')}", str(int(value) if isinstance(value, bool) else value)]
-    process = subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        errors="replace",
-        env=os.environ | search(program.parent),
-    )
-    try:
-        out, messages = process.communicate(timeout=seconds)
-        code = process.returncode
-    except subprocess.TimeoutExpired:
-        process.kill()
-        out, messages = process.communicate()
-        code, messages = 124, f"{messages}error: not done after {seconds:.0f} s\n"
-    told = (line for line in out.splitlines() if line.startswith('{"event"') and line.endswith("}"))
-    events = [json.loads(re.sub(r": (-?(?:nan|inf))\b", lambda word: f": {JSON[word[1]]}", line)) for line in told]
-    return Run(command, code, events, messages)
+    events: list[dict[str, Any]] = []
+
+    def read(stream: IO[str]) -> None:
+        with stream:
+            for line in stream:
+                if line.startswith('{"event"') and line.rstrip("\n").endswith("}"):
+                    event = json.loads(re.sub(r": (-?(?:nan|inf))\b", lambda word: f": {JSON[word[1]]}", line))
+                    events.append(event)
+                    say(", ".join(f"{key} {event[key]:.4g}" for key in ("step", "loss") if key in event))
+
+    with tempfile.TemporaryFile("w+", errors="replace") as messages:
+        process = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=messages,
+            text=True,
+            errors="replace",
+            env=os.environ | search(program.parent),
+        )
+        reader = threading.Thread(target=read, args=(process.stdout,))
+        reader.start()
+        late = ""
+        try:
+            code = process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            code, late = 124, f"error: not done after {seconds:.0f} s\n"
+        finally:
+            process.kill()
+            process.wait()
+            reader.join()
+        messages.seek(0)
+        return Run(command, code, events, messages.read() + late)
 
 
 def apart(one: Sequence[float], other: Sequence[float]) -> list[float]:
@@ -210,21 +231,22 @@ def prepare_stock(root: Path = ROOT) -> Path:
     source, binary = root / "build/stock" / pin.folder, root / "build/stock/bin"
     if not source.exists():
         tree.unpack(tree.fetch(pin, root), pin.subdir, source)
-    off = [f"-DLLAMA_BUILD_{part}=OFF" for part in ("COMMON", "TESTS", "EXAMPLES", "TOOLS", "SERVER", "APP")]
-    launcher = [f"-DCMAKE_{language}_COMPILER_LAUNCHER=ccache" for language in ("C", "CXX") if shutil.which("ccache")]
     program = binary / "bin" / PROGRAM
+    options = ["-DCMAKE_BUILD_TYPE=Release"]
+    options += [f"-DLLAMA_BUILD_{part}=OFF" for part in ("COMMON", "TESTS", "EXAMPLES", "TOOLS", "SERVER", "APP")]
+    if shutil.which("ccache"):
+        options += [f"-DCMAKE_{language}_COMPILER_LAUNCHER=ccache" for language in ("C", "CXX")]
     folders = [f"-I{source / folder}" for folder in ("include", "ggml/include", "src")]
     link = [f"-L{binary / 'bin'}", "-lllama", "-lggml", "-lggml-base", f"-Wl,-rpath,{binary / 'bin'}"]
-    configure = ["cmake", "-G", "Ninja", "-S", source, "-B", binary, "-DCMAKE_BUILD_TYPE=Release", *off, *launcher]
-    steps = [
-        [] if (binary / "build.ninja").exists() else configure,
-        ["cmake", "--build", binary, "--target", "llama"],
-        ["c++", "-std=c++17", "-O2", *folders, root / f"train/{PROGRAM}.cpp", "-o", program, *link],
-    ]
-    for step in filter(None, steps):
-        done = subprocess.run([str(word) for word in step], capture_output=True, text=True, env=build.environment())
-        if done.returncode:
-            raise errors.Environment(f"stock llama.cpp could not be built:\n{done.stdout}{done.stderr}")
+    compiler = ["c++", "-std=c++17", "-O2", *folders, f"{root}/train/{PROGRAM}.cpp", "-o", str(program), *link]
+    try:
+        if not (binary / "build.ninja").exists():
+            configure = ["cmake", "-G", "Ninja", "-S", str(source), "-B", str(binary), *options]
+            build.step("configuration of stock llama.cpp", configure)
+        build.compile_("build of stock llama.cpp", binary, "llama")
+        build.step(f"build of {PROGRAM} for it", compiler)
+    except build.SetupError as error:
+        raise errors.Environment(str(error)) from None
     return program
 
 
@@ -263,7 +285,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--text", type=Path, metavar="FILE", help="train on this text")
     parser.add_argument("--threads", type=int, default=2, metavar="N", help="of the CPU backend (default: 2)")
-    parser.add_argument("--no-stock", action="store_true", help="leave out the check in unpatched llama.cpp")
+    parser.add_argument("--stock", action="store_true", help="build unpatched llama.cpp, too, and try the model there")
     parser.add_argument("--bench", action="store_true", help="instead: time and memory by context")
     parser.add_argument("--libs", type=Path, metavar="DIR", help=f"folder of a built {PROGRAM} and its libraries")
     parser.add_argument(
@@ -287,6 +309,8 @@ def run(args: argparse.Namespace) -> int:
     """Train, compare, write; 0 when every check passed, 1 when one failed."""
     if args.ctx % CELLS:
         raise errors.Usage(f"--ctx {args.ctx}: must be a multiple of {CELLS}")
+    if args.device == "cuda":
+        cuda.require("CUDA0")
     args.out.mkdir(parents=True, exist_ok=True)
     program = args.libs / PROGRAM if args.libs else prepare(args.device)
     if not program.is_file():
@@ -346,13 +370,15 @@ def demo(args: argparse.Namespace, program: Path, model: Path, text: Path, commo
     tuned = args.out / "tuned.gguf"
     runs: dict[str, Run] = {}
     for fa in ("off", "on"):
-        print(f"{args.steps} steps with flash attention {fa} ...", file=sys.stderr)
         keep = {"save": tuned} if fa == "on" else {}
-        runs[fa] = require(execute(program, model, text, steps=args.steps, fa=fa, **keep, **common))
-    print(f"{args.steps} steps with it off, the weights changed by {NOISE} ...", file=sys.stderr)
+        with build.Progress(f"{args.steps} steps with flash attention {fa}") as progress:
+            one = execute(program, model, text, say=progress.say, steps=args.steps, fa=fa, **keep, **common)
+            runs[fa] = require(one)
     changed = args.out / f"{args.shape}-changed.gguf"
     tiny.write(changed, tiny.SHAPES[args.shape], args.vocabulary or vocabulary(), noise=NOISE)
-    runs["control"] = require(execute(program, changed, text, steps=args.steps, fa="off", **common))
+    with build.Progress(f"{args.steps} steps with it off, the weights changed by {NOISE}") as progress:
+        one = execute(program, changed, text, say=progress.say, steps=args.steps, fa="off", **common)
+        runs["control"] = require(one)
     watched = {
         fa: require(
             execute(program, model, text, steps=1, fa=fa, nodes=True, grads=args.out / f"gradients-{fa}.gguf", **common)
@@ -380,14 +406,14 @@ def demo(args: argparse.Namespace, program: Path, model: Path, text: Path, commo
         *compare(losses, gradients, NOISE, LIMITS[args.device]),
         Check("attention nodes on another device than their layer", len(watched["on"].misplaced), 0),
     ]
-    if not args.no_stock:
-        print("stock llama.cpp: build, perplexity before and after ...", file=sys.stderr)
-        stock = prepare_stock()
+    reader, at = (prepare_stock(), {}) if args.stock else (program, {"device": common["device"]})
+    with build.Progress("perplexity of the saved model"):
         before, after = (
-            require(execute(stock, one, text, perplexity=True, fa="off", ctx=args.ctx, tokens=tokens)).perplexity
+            require(execute(reader, one, text, perplexity=True, fa="off", ctx=args.ctx, tokens=tokens, **at)).perplexity
             for one in (model, tuned)
         )
-        checks.append(Check(f"perplexity in stock llama.cpp, {before:.1f} before", after, before))
+    where = "stock llama.cpp" if args.stock else "llama.cpp without flash attention"
+    checks.append(Check(f"perplexity of the saved model in {where}, {before:.1f} before", after, before))
     if args.capture:
         capture(args, program, model, text, common)
     for check in checks:

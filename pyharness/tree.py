@@ -20,7 +20,6 @@ import hashlib
 import os
 import re
 import shutil
-import subprocess
 import sys
 import tarfile
 import tempfile
@@ -193,7 +192,7 @@ def fetch(pin: Base, root: Path = ROOT) -> Path:
             module = work / "backend" / (pin.backend.replace(".", "/") + ".py")
             module.parent.mkdir(parents=True)
             module.write_text(_BACKEND)
-            command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
+            command = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "--no-deps"]
             command += ["--no-binary", ":all:", "--no-build-isolation", "--require-hashes"]
             command += ["--requirement", str(work / "requirements.txt"), "--dest", str(work / "out")]
             env = os.environ | {
@@ -201,14 +200,15 @@ def fetch(pin: Base, root: Path = ROOT) -> Path:
                 "GGML_SDIST": f"{pin.name.replace('-', '_')}-{pin.version}",
                 "GGML_SDIST_METADATA": f"Metadata-Version: 2.1\nName: {pin.name}\nVersion: {pin.version}\n",
             }
-            pip = subprocess.run(command, env=env, capture_output=True, text=True)
-            if pip.returncode != 0:
-                raise TreeError(
-                    f"pip could not download {requirement} (exit {pip.returncode}):\n{_indent(pip.stderr)}\n"
-                    "Check the network and pip's settings (`pip config list`; PIP_INDEX_URL, HTTPS_PROXY, PIP_CERT are"
-                    f" honoured), or put the archive from https://pypi.org/project/{pin.name}/{pin.version}/#files"
-                    f" at {archive}"
-                )
+            hint = (
+                "Check the network and pip's settings (`pip config list`; PIP_INDEX_URL, HTTPS_PROXY, PIP_CERT are"
+                f" honoured), or put the archive from https://pypi.org/project/{pin.name}/{pin.version}/#files"
+                f" at {archive}"
+            )
+            try:
+                build.step(f"download of {requirement}", command, hint, env)
+            except build.SetupError as error:
+                raise TreeError(str(error)) from None
             (download,) = (work / "out").iterdir()
             found = _sha256(download)
             if found != pin.sha256:
@@ -700,10 +700,6 @@ def _lines(data: bytes) -> list[bytes]:
 
 def _sha256(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
-def _indent(text: str) -> str:
-    return "\n".join("    " + line for line in text.strip().splitlines())
 
 
 @contextlib.contextmanager

@@ -204,7 +204,7 @@ def test_a_stamp_that_is_cut_off_is_no_stamp(tmp_path: Path, monkeypatch: pytest
     steps: list[str] = []
     monkeypatch.setattr(build, "VENV", venv)
     monkeypatch.setattr(build, "PYTHON", venv / "bin/python")
-    monkeypatch.setattr(build, "_step", lambda name, *_: steps.append(name))
+    monkeypatch.setattr(build, "step", lambda name, *_: steps.append(name))
     build.install()
     assert steps == ["Python packages"]
     build.install()

@@ -119,6 +119,23 @@ def test_a_wrong_step_or_box_is_exit_2(words: tuple[str, ...]) -> None:
     assert cli.main(["gpucheck", *words]) == errors.Usage.exit_code
 
 
+@pytest.mark.parametrize("words", [("gpucheck",), ("gpucheck", "perf", "--libs", "."), ("train", "--device", "cuda")])
+def test_without_a_gpu_nothing_is_built_or_run(
+    words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def call(*_: object) -> None:
+        raise errors.Environment("no CUDA driver")
+
+    monkeypatch.setattr(cuda, "_call", call)
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("started a program"))
+    assert cli.main([*words, "--out", str(tmp_path / "out")]) == errors.Environment.exit_code
+    said = capsys.readouterr()
+    assert said.err.startswith(f"pyharness {words[0]}: no CUDA0: no CUDA driver\n  this needs an NVIDIA GPU")
+    assert len(said.err.splitlines()) == 2
+    assert not said.out
+    assert not list(tmp_path.iterdir())
+
+
 def test_steps_that_check_run_beside_the_soak_and_timings_after_it(
     check: Check, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -222,12 +222,16 @@ def demonstrate(trainer: Trainer, out: Path, *words: str) -> int:
     """Exit code of the demonstration with a tiny model."""
     parser = argparse.ArgumentParser()
     train.add_arguments(parser)
-    always = ["--shape", "tiny", "--tokens", "257", "--no-stock", "--text", str(trainer.text)]
+    always = ["--shape", "tiny", "--tokens", "257", "--text", str(trainer.text)]
     return train.run(parser.parse_args([*always, "--out", str(out), "--receipts", str(out), *words]))
 
 
-def test_demonstration_leaves_curves_and_a_receipt_that_verifies(trainer: Trainer, tmp_path: Path) -> None:
+def test_demonstration_leaves_curves_and_a_receipt_that_verifies(
+    trainer: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(train, "prepare_stock", lambda: pytest.fail("built llama.cpp a second time"))
     assert demonstrate(trainer, tmp_path, "--steps", "8") == 0
+    assert "8 steps with flash attention on: done in" in capsys.readouterr().err
     assert {file.suffix for file in tmp_path.glob("losses.*")} == {".png", ".svg"}
     (receipt,) = tmp_path.glob("*-train-*.json")
     assert verify.exit_code(verify.check(receipt)) == 0
@@ -238,7 +242,7 @@ def test_demonstration_leaves_curves_and_a_receipt_that_verifies(trainer: Traine
     events = json.loads((tmp_path / "train.json").read_text())["runs"]["control"]
     control = [event["loss"] for event in events if event["event"] == "step"]
     assert [float(loss) for loss in found["runs"]["control"]["losses"]] == control
-    assert body["counts"]["ok"] == len(body["train"]["checks"]) == 6
+    assert body["counts"]["ok"] == len(body["train"]["checks"]) == 7
 
 
 def test_demonstration_tells_a_training_that_parts_by_itself(
