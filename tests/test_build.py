@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import pty
+import re
 import shutil
+import struct
 import subprocess
 import sys
+import termios
+import time
 from pathlib import Path
 
 import pytest
 
-from pyharness import build, digest, tree
+from pyharness import build, cuda, digest, errors, tree
 from pyharness.digest import ROOT
 
 PRESETS = {"cpu": "llama-cpp-python", "cpu-ggml-python": "ggml-python"}
@@ -34,7 +40,7 @@ def source_of(library: Path) -> str:
 
 @pytest.fixture(scope="module", params=PRESETS)
 def built(request: pytest.FixtureRequest) -> Path:
-    return build.build(request.param)
+    return build.build(request.param, "all", "test-backend-ops")
 
 
 # ---- libraries ----
@@ -117,7 +123,7 @@ def test_thread_sanitizer_finds_nothing() -> None:
 def repository(tmp_path: Path) -> Path:
     """A copy of what CMake reads of this repository, with the smaller upstream archive in its cache."""
     copy = tmp_path / "repository"
-    for name in ("CMakeLists.txt", "CMakePresets.json", "cmake", "ggml", "pyharness", "train"):
+    for name in ("CMakeLists.txt", "CMakePresets.json", "cmake", "ggml", "pyharness", "pyproject.toml", "train"):
         if (ROOT / name).is_dir():
             shutil.copytree(ROOT / name, copy / name)
         elif (ROOT / name).is_file():
@@ -131,7 +137,9 @@ def repository(tmp_path: Path) -> Path:
 
 def configure(repository: Path, *options: str) -> Path:
     folder = repository / "build/test"
-    run("cmake", "-G", "Ninja", "-S", repository, "-B", folder, f"-DPython3_EXECUTABLE={sys.executable}", *options)
+    if not any(option.startswith("-DPython3") for option in options):
+        options = (*options, f"-DPython3_EXECUTABLE={sys.executable}")
+    run("cmake", "-G", "Ninja", "-S", repository, "-B", folder, *options)
     return folder
 
 
@@ -157,22 +165,54 @@ def test_a_user_s_own_tree_is_built_from_a_patched_copy(repository: Path, tmp_pa
     assert str(folder / "upstream/src") in (folder / "build.ninja").read_text()
 
 
-def test_a_project_that_takes_this_one_in_builds_this_one_s_tree(repository: Path, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Python without packages, pip among them."""
+    folder = tmp_path_factory.mktemp("bare")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
+    return folder / "bin/python"
+
+
+TAKEN_IN = {
+    "add_subdirectory": 'add_subdirectory("{repository}" operator)',
+    "FetchContent": """include(FetchContent)
+FetchContent_Declare(operator GIT_REPOSITORY "file://{repository}" GIT_TAG main BINARY_DIR operator)
+FetchContent_MakeAvailable(operator)""",
+}
+
+
+@pytest.mark.network
+@pytest.mark.parametrize("how", TAKEN_IN)
+def test_a_project_without_packages_takes_this_one_in(repository: Path, bare: Path, tmp_path: Path, how: str) -> None:
+    """It builds this one's tree, patched by a Python below its own build folder."""
+    git: list[str | Path] = ["git", "-C", repository, "-c", "user.name=a", "-c", "user.email=a@b"]
+    run(*git, "init", "-q", "-b", "main")
+    run(*git, "add", "--force", ".")
+    run(*git, "commit", "-qm", "all")
     outer = tmp_path / "a trainer"
     outer.mkdir()
     (outer / "CMakeLists.txt").write_text(
         f"""cmake_minimum_required(VERSION 3.21)
 project(trainer CXX)
-add_subdirectory("{repository}" operator)
+{TAKEN_IN[how].format(repository=repository)}
 add_executable(train "{ROOT}/tests/consumer/train.cpp")
 target_compile_features(train PRIVATE cxx_std_17)
 target_link_libraries(train PRIVATE ggml)
 """
     )
-    configure(outer, "-DGGML_UPSTREAM=ggml-python")
+    configure(outer, "-DGGML_UPSTREAM=ggml-python", f"-DPython3_EXECUTABLE={bare}")
     described = json.loads((outer / "build/test/operator/flash-attn-back.json").read_text())
-    assert Path(described["tree"]).is_relative_to(repository)
+    assert Path(described["tree"]).is_relative_to(outer if how == "FetchContent" else repository)
+    assert tree.check(Path(described["tree"]))
+    assert (outer / "build/test/operator/venv/bin/python").exists()
     assert not (outer / "build/test/bin").exists()
+
+
+def test_a_build_makes_what_the_readme_names(built: Path) -> None:
+    """The libraries; the programs of tests and libllama are built by their targets."""
+    planned = run("cmake", "--build", built, "--", "-t", "commands", "all")
+    assert "libggml-base.so" in planned
+    assert not re.search("test-backend-ops|bench-|libllama|flash-attn-train", planned)
 
 
 def test_a_misspelt_option_is_named(repository: Path) -> None:
@@ -183,12 +223,16 @@ def test_a_misspelt_option_is_named(repository: Path) -> None:
     assert said.count("is no option") == 1
 
 
-def test_a_python_without_the_packages_is_told_which(repository: Path, tmp_path: Path) -> None:
-    bare = tmp_path / "bare"
-    bare.write_text(f'#!/bin/sh\nexec "{sys.executable}" -S "$@"\n')
-    bare.chmod(0o755)
-    with pytest.raises(AssertionError, match=r"error: no Python package tree_sitter; .*pip install -e"):
-        run("cmake", "-G", "Ninja", "-S", repository, "-B", tmp_path / "build", f"-DPython3_EXECUTABLE={bare}")
+def test_a_python_without_the_packages_is_told_which(bare: Path) -> None:
+    done = subprocess.run([bare, "-m", "pyharness.tree", "ensure"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert re.match(r"error: no Python package tree_sitter; .*pip install -e", done.stderr)
+
+
+def test_packages_that_cannot_be_had_stop_the_configuration(repository: Path, bare: Path, tmp_path: Path) -> None:
+    options = ("-G", "Ninja", "-S", str(repository), "-B", str(tmp_path / "build"), f"-DPython3_EXECUTABLE={bare}")
+    with pytest.raises(AssertionError, match="check the network and pip's settings"):
+        run("cmake", *options, PIP_INDEX_URL="http://127.0.0.1:9/simple", PIP_RETRIES="0")
 
 
 def test_a_tree_that_cannot_be_patched_stops_the_configuration_with_the_reason(
@@ -235,7 +279,7 @@ def test_set_up_by_the_python_of_a_moved_environment_makes_a_new_one(
     steps: list[list[str]] = []
     monkeypatch.setattr(build, "VENV", tmp_path / "venv")
     monkeypatch.setattr(build, "PYTHON", tmp_path / "venv/bin/python")
-    monkeypatch.setattr(build, "_step", lambda _, command, __: steps.append(command))
+    monkeypatch.setattr(build, "step", lambda _, command, __: steps.append(command))
     build.PYTHON.parent.mkdir(parents=True)
     build.PYTHON.write_text("")
     (build.VENV / "bin/activate").write_text("VIRTUAL_ENV=/elsewhere")
@@ -267,12 +311,166 @@ def test_set_up_without_network_says_so(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_two_runs_at_once_both_succeed() -> None:
-    command = [str(ROOT / "scripts/oracle"), "--help"]
+    command = [str(ROOT / "scripts/oracle"), "-o", "no such case"]
     runs = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) for _ in range(2)]
-    assert [(run.communicate(), run.returncode)[1] for run in runs] == [0, 0]
+    assert [(run.communicate(), run.returncode)[1] for run in runs] == [5, 5]
 
 
 def test_arguments_reach_the_oracle() -> None:
     done = script("oracle", "-o", "no such case")
     assert done.returncode == 5
     assert "no case matches" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("gpu-check", []),
+        ("gpu-check", ["-b", "CUDA1", "info"]),
+        ("gpu-check", ["--libs", "."]),
+        ("train-demo", ["--device", "cuda"]),
+        ("train-demo", ["--device=cuda", "--libs", "."]),
+    ],
+)
+def test_without_a_gpu_a_script_says_so_before_it_sets_anything_up(tmp_path: Path, name: str, words: list[str]) -> None:
+    for folder in ("scripts", "pyharness"):
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    environment = os.environ | {"PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""}
+    begin = time.monotonic()
+    command = [str(tmp_path / "scripts" / name), *words]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert time.monotonic() - begin < 5  # seconds under load; 0.2 otherwise
+    assert done.returncode == 3
+    assert re.fullmatch(rf"scripts/{name}: no CUDA\d: .+\n  this needs an NVIDIA GPU.*\n", done.stderr)
+    assert {path.name for path in tmp_path.iterdir()} == {"scripts", "pyharness"}
+
+
+def test_a_device_that_the_driver_does_not_list_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def call(name: str, count: object) -> None:
+        assert name == "cuDeviceGetCount"
+        count._obj.value = 2  # type: ignore[attr-defined]
+
+    monkeypatch.setattr(cuda, "_call", call)
+    for device in ("CPU", "ROCm7", "CUDA0", "CUDA1"):
+        cuda.require(device)
+    with pytest.raises(errors.Environment, match="no CUDA2: the driver lists 2 devices"):
+        cuda.require("CUDA2")
+
+
+# ---- long work ----
+
+LONG = """import sys, time
+for i in range(1, 4):
+    print(f"[{i}/3] Building {'x' * 200}\\na warning", flush=True)
+    time.sleep(0.4)
+sys.exit(int(sys.argv[1]))
+"""
+
+
+def worked(code: int, terminal: bool) -> str:
+    """Stderr of a step that ends with a code, 80 columns wide."""
+    program = f"""import sys
+from pyharness import build
+build.Progress.every = 0.1
+try:
+    build.step("work", [sys.executable, "-c", {LONG!r}, "{code}"], "a hint")
+except build.SetupError as error:
+    print(error, file=sys.stderr)
+"""
+    master, slave = pty.openpty() if terminal else os.pipe()
+    if terminal:
+        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("4H", 24, 80, 0, 0))
+    with subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, env=os.environ | {"TERM": "xterm"}, stderr=slave):
+        os.close(slave)
+        said = b""
+        try:
+            while more := os.read(master, 4096):
+                said += more
+        except OSError:  # how a terminal ends
+            pass
+    os.close(master)
+    return said.decode()
+
+
+def test_on_a_terminal_long_work_shows_its_last_line_and_the_time_in_place() -> None:
+    *shown, last = worked(0, terminal=True).split("\r\x1b[K")[1:]
+    assert shown[0] == "work ..."
+    for i in (1, 2, 3):
+        assert any(re.match(rf"work \.\.\. \d+ s  \[{i}/3\] Building xxx", text) for text in shown)
+    assert all(len(text) < 80 and "\n" not in text for text in shown)
+    assert re.fullmatch(r"work: done in \d+ s\r\n", last)
+
+
+def test_elsewhere_long_work_shows_a_line_now_and_then() -> None:
+    first, *shown, last = worked(0, terminal=False).splitlines()
+    assert first == "work ..."
+    assert all(re.fullmatch(r"work \.\.\. \d+ s  (\[\d/3\] Building x{200})?", line) for line in shown)
+    assert re.fullmatch(r"work: done in \d+ s", last)
+    assert len(shown) > 2
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_step_that_fails_prints_its_whole_output(terminal: bool) -> None:
+    said = worked(2, terminal).replace("\r\n", "\n")
+    output = "".join(f"[{i}/3] Building {'x' * 200}\na warning\n" for i in (1, 2, 3))
+    assert re.search(r"work: failed after \d+ s\n", said)
+    assert said.endswith(f"work failed (exit 2):\n{output}a hint\n")
+
+
+def test_a_build_says_what_it_compiles_and_how_long_that_takes(
+    built: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    steps: list[str] = []
+    monkeypatch.setattr(build, "step", lambda name, _: steps.append(name))
+    build.compile_("build", built, "ggml")
+    for file in ("build.ninja", "CMakeCache.txt"):
+        shutil.copy(built / file, tmp_path)
+    (tmp_path / "CMakeFiles").mkdir()
+    shutil.copy(built / "CMakeFiles/rules.ninja", tmp_path / "CMakeFiles")
+    build.compile_("build", tmp_path, "ggml")
+    assert steps[0] == "build"
+    assert re.match(r"build \(\d\d files, about \d+ min", steps[1])
+
+
+# ---- scripts/test ----
+
+
+@pytest.mark.parametrize(
+    ("words", "checks", "options"),
+    [
+        ([], 5, []),
+        (["-x"], 5, ["-x"]),
+        (["--quick"], 5, ["-m", "not slow"]),
+        (["--quick", "-x"], 5, ["-m", "not slow", "-x"]),
+        (["--lf", "-x"], 1, ["--lf", "-x"]),
+        (["-k", "tree"], 1, ["-k", "tree"]),
+    ],
+)
+def test_arguments_reach_pytest(
+    monkeypatch: pytest.MonkeyPatch, words: list[str], checks: int, options: list[str]
+) -> None:
+    commands: list[list[str]] = []
+
+    def execute(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        commands.append(command)
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(build, "build", lambda *_: None)
+    monkeypatch.setattr(subprocess, "run", execute)
+    assert build.test(words) == 0
+    assert len(commands) == checks
+    assert commands[-1] == ["pytest", f"--junit-xml={ROOT}/build/junit.xml", *options]
+
+
+@pytest.mark.parametrize(("words", "ran"), [([], 5), (["-x"], 1)])
+def test_the_first_failure_ends_the_checks_under_x(monkeypatch: pytest.MonkeyPatch, words: list[str], ran: int) -> None:
+    commands: list[str] = []
+
+    def execute(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        commands.append(command[0])
+        return subprocess.CompletedProcess(command, int(command[0] == "ruff"))
+
+    monkeypatch.setattr(build, "build", lambda *_: None)
+    monkeypatch.setattr(subprocess, "run", execute)
+    assert build.test(words) == 1
+    assert len(commands) == ran
