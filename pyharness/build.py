@@ -201,7 +201,8 @@ def compile_(name: str, folder: Path, *targets: str) -> None:
     minutes = sum(SECONDS["cuda" if ".cu " in line else "cpu"] for line in new) / (os.cpu_count() or 1) / 60
     if minutes > 0.5:
         less = ", less if ccache has them" if shutil.which("ccache") else ""
-        name += f" ({len(new)} files, about {minutes:.0f} min{less})"
+        plan = f"{name}: {len(new)} files for {', '.join(targets)}, about {max(minutes, 1):.0f} min{less}"
+        print(plan, file=sys.stderr, flush=True)
     step(name, [*command, "--target", *targets])
 
 
@@ -261,6 +262,7 @@ class Progress:
         self._name, self._line, self._shown, self._begin = name, "", "", time.monotonic()
         self._terminal, self._ended = sys.stderr.isatty() and os.environ.get("TERM") != "dumb", threading.Event()
         self._counts: re.Match[str] | None = None
+        self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, daemon=True)
 
     def __enter__(self) -> Progress:
@@ -279,6 +281,14 @@ class Progress:
         if counts or not self._counts:
             self._line, self._counts = line.strip() or self._line, counts
 
+    def print(self, text: str) -> None:
+        """Print a line of results on stdout, above the line in place."""
+        with self._lock:
+            if self._terminal:
+                print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+                self._shown = ""
+            print(text, flush=True)
+
     def _elapsed(self) -> str:
         minutes, seconds = divmod(int(time.monotonic() - self._begin), 60)
         return f"{minutes} min {seconds} s" if minutes else f"{seconds} s"
@@ -288,13 +298,14 @@ class Progress:
             self._show(f"{self._name} ... {self._elapsed()}  {self._line}")
 
     def _show(self, text: str, end: str = "") -> None:
-        if not self._terminal:
-            print(text, file=sys.stderr, flush=True)
-        elif text != self._shown or end:
-            width = os.get_terminal_size(sys.stderr.fileno()).columns or 80
-            printable = "".join(c if c.isprintable() else " " for c in text)
-            print(f"\r\x1b[K{printable if end else printable[: width - 1]}", end=end, file=sys.stderr, flush=True)
-            self._shown = text
+        with self._lock:
+            if not self._terminal:
+                print(text, file=sys.stderr, flush=True)
+            elif text != self._shown or end:
+                width = os.get_terminal_size(sys.stderr.fileno()).columns or 80
+                printable = "".join(c if c.isprintable() else " " for c in text)
+                print(f"\r\x1b[K{printable if end else printable[: width - 1]}", end=end, file=sys.stderr, flush=True)
+                self._shown = text
 
 
 def step(name: str, command: Sequence[str], hint: str = "", env: Mapping[str, str] | None = None) -> None:

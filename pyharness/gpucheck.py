@@ -42,7 +42,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
-from . import cuda, errors, ggml, statement, stress, summary, train
+from . import build, cuda, errors, ggml, statement, stress, summary, train
 from .cases import OP
 from .digest import ROOT
 
@@ -207,16 +207,17 @@ class _Check:
         self._summary = summary.Summary(args.out, libs, args.backend, args.seed, asked)
         self._args, self._boxes, self._log, self._lock = args, boxes, log, threading.Lock()
         self._found: dict[str, dict[str, Any]] = {}
-        self._stopped = threading.Event()
+        self._stopped, self._progress, self._running = threading.Event(), build.Progress("gpucheck"), list[str]()
 
     def run(self, steps: Sequence[str]) -> set[str]:
         """The states that the steps ended in."""
         beside = [step for step in steps if step in BESIDE] if self._args.beside else []
-        for step in steps:
-            if step == self._args.beside and beside:
-                self._both(step, beside)
-            elif step not in beside:
-                self._step(step)
+        with self._progress:
+            for step in steps:
+                if step == self._args.beside and beside:
+                    self._both(step, beside)
+                elif step not in beside:
+                    self._step(step)
         return {found["state"] for found in self._found.values()}
 
     def _both(self, long: str, beside: Sequence[str]) -> None:
@@ -240,6 +241,9 @@ class _Check:
 
     def _step(self, step: str, runner: _Runner | None = None) -> None:
         begin = time.monotonic()
+        with self._lock:
+            self._running.append(step)
+            self._progress.say(", ".join(self._running))
         if any(found["state"] == "LOST" for found in self._found.values()):
             found = _state(errors.Environment.exit_code, errors.LOST)
         else:
@@ -252,7 +256,9 @@ class _Check:
             self._found[step] = found
             steps = {name: self._found[name] for name in BOXES if name in self._found}
             self._summary.write(steps, exit_code({found["state"] for found in steps.values()}))
-            print(f"{step:11} {found['state']:9} {found['seconds']:8.1f} s  {found['text']}", flush=True)
+            self._running.remove(step)
+            self._progress.say(", ".join(self._running))
+            self._progress.print(f"{step:11} {found['state']:9} {found['seconds']:8.1f} s  {found['text']}")
 
 
 class _Runner:
