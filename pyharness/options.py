@@ -83,9 +83,14 @@ def output(parser: argparse.ArgumentParser) -> None:
 def listed(args: argparse.Namespace) -> list[cases.Case]:
     """The cases that the filters select from. Raises errors.Usage."""
     known = cases.random_cases(args.random, args.seed) if args.random else cases.load(args.case_file)
-    if "forward" in args:
-        known = cases.in_graphs(known, [args.forward] if args.forward else cases.GRAPHS)
-    return known
+    return cases.in_graphs(known, graphs(args)) if graphs(args) else known
+
+
+def graphs(args: argparse.Namespace) -> tuple[str, ...]:
+    """Which of cases.GRAPHS the listed cases run in; none where they run as they are listed."""
+    if "forward" not in args:
+        return ()
+    return (args.forward,) if args.forward else cases.GRAPHS
 
 
 def receipt(name: str) -> Path:

@@ -279,6 +279,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `oracle`."""
     options.selection(parser)
     options.graph(parser)
+    parser.add_argument(
+        "--lf",
+        "--last-failed",
+        dest="last_failed",
+        action="store_true",
+        help="of these only cases that failed in the newest receipt of the folder --receipts; all where none did",
+    )
     add_run_arguments(parser)
 
 
@@ -291,6 +298,7 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     options.strict(parser)
     options.output(parser)
     monitor.add_arguments(parser)
+    parser.add_argument("-x", "--fail-fast", action="store_true", help="stop after the first case that fails")
     parser.add_argument(
         "--repeat", type=int, default=1, metavar="N", help="compute each case N times and compare the bits"
     )
@@ -313,7 +321,18 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Check the selected cases."""
-    return execute(args, options.select(args))
+    selected = options.select(args)
+    return execute(args, last_failed(selected, args.receipts) if args.last_failed else selected)
+
+
+def last_failed(selected: list[Case], receipts: Path) -> list[Case]:
+    """The cases that failed in the newest oracle receipt of a folder; all of them where none of them did."""
+    from . import statement
+
+    newest = max(receipts.glob("*-oracle-*.json"), key=lambda path: path.stat().st_mtime_ns, default=None)
+    records = statement.read(newest)["predicate"]["receipt"]["cases"] if newest else []
+    failed = {record["case"] for record in records if record["status"] == "failed"}
+    return [case for case in selected if str(case) in failed] or selected
 
 
 def execute(args: argparse.Namespace, selected: list[Case], checks: Sequence[dict[str, Any]] = ()) -> int:
@@ -397,7 +416,7 @@ def execute(args: argparse.Namespace, selected: list[Case], checks: Sequence[dic
                         result = CaseResult(case, device.name, case.seed(args.seed), "failed", str(error))
                     results.append(result)
                     reporter.case(result)
-                    if stuck:
+                    if stuck or (args.fail_fast and result.status == "failed"):
                         break
             except KeyboardInterrupt:
                 stopped, stuck = errors.INTERRUPTED, True

@@ -109,6 +109,8 @@ def selection(
     names = [device.name for device in devices]
     if "case_file" not in args:
         return statement.selection(selected, selected, names)
+    if getattr(args, "last_failed", False):  # which these were, no list and no filter tells
+        return statement.selection(options.listed(args), selected, names)
     file = args.case_file.resolve()
     inside = file.is_relative_to(root.resolve())
     return statement.selection(
@@ -119,6 +121,7 @@ def selection(
         op=args.op,
         params=args.params,
         random=args.random,
+        graphs=options.graphs(args),
     )
 
 

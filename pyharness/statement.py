@@ -165,10 +165,12 @@ def selection(
     op: str | None = None,
     params: str | None = None,
     random: int = 0,
+    graphs: Sequence[str] = (),
 ) -> dict[str, Any]:
     """What a run was to try: the cases that the filters -o and -p (`op`, `params`) leave of a list, on each device.
 
-    `file` holds the list, relative to the tree, or its `random` cases take the list's place."""
+    `file` holds the list, relative to the tree, or `random` cases take the list's place; each in `graphs`, or as it
+    is."""
     known = set(listed)
     return {
         "file": file,
@@ -176,7 +178,7 @@ def selection(
         "selected": cases_digest(map(str, selected)),
         "unlisted": sum(case not in known for case in selected),
         "devices": list(devices),
-        "filter": {"op": op, "params": params, "random": random},
+        "filter": {"op": op, "params": params, "random": random, "graphs": list(graphs)},
     }
 
 

@@ -155,6 +155,7 @@ def _selected(body: Document, chosen: dict[str, Any], root: Path) -> Iterator[Fi
                 if words["random"]
                 else cases.load(root / chosen["file"])
             )
+            here = cases.in_graphs(here, words["graphs"]) if words["graphs"] else here
             same = statement.cases_digest(map(str, here)) == listed
             again = cases.select(here, words["op"], words["params"]) if same else []
     except (errors.Failure, OverflowError, RecursionError, MemoryError, TimeoutError) as e:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from attention import attention, case, heads, small
 from numpy.typing import NDArray
 
-from pyharness import cases, ggml, inputs, oracle, reference, report
+from pyharness import cases, cli, ggml, inputs, oracle, reference, report, statement
 from pyharness.cases import Case
 
 Parts = dict[str, NDArray[np.float32]]
@@ -197,3 +200,30 @@ def test_exit_code(states: list[str], strict: bool, code: int) -> None:
 def test_random_cases_pass(library: ggml.Library, cpu: ggml.Device, text: str) -> None:
     found = oracle.check(library, cpu, Case.parse(text), 0)
     assert found.status == "ok", report.failure(found, 0)
+
+
+def test_a_run_stops_at_the_first_failure_and_the_next_repeats_what_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, library: ggml.Library
+) -> None:
+    listed = [str(small(kv=kv)) for kv in (20, 21, 22)]
+    common = ["--libs", str(library.directory), "-b", "CPU", "--no-monitor", "--receipts", str(tmp_path)]
+    words = ["oracle", "-o", ",".join(listed), *common]
+
+    def states(*more: str) -> dict[str, str]:
+        before = set(tmp_path.iterdir())
+        cli.main([*words, *more])
+        (path,) = set(tmp_path.iterdir()) - before
+        records = statement.read(path)["predicate"]["receipt"]["cases"]
+        return {record["case"]: record["status"] for record in records}
+
+    check = oracle.check
+
+    def fails(library: ggml.Library, device: ggml.Device, case: Case, *more: Any) -> oracle.CaseResult:
+        found = check(library, device, case, *more)
+        return found if str(case) == listed[0] else dataclasses.replace(found, status="failed", reason="so")
+
+    monkeypatch.setattr(oracle, "check", fails)
+    assert states("--lf", "-x") == {listed[0]: "ok", listed[1]: "failed"}
+    monkeypatch.undo()
+    assert states("--lf") == {listed[1]: "ok"}
+    assert states("--lf") == dict.fromkeys(listed, "ok")
