@@ -377,10 +377,16 @@ try:
 except build.SetupError as error:
     print(error, file=sys.stderr)
 """
+    return transcript(program, terminal)
+
+
+def transcript(program: str, terminal: bool) -> str:
+    """What a Python program writes to stdout and stderr, a terminal of 80 columns or a pipe."""
     master, slave = pty.openpty() if terminal else os.pipe()
     if terminal:
         fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("4H", 24, 80, 0, 0))
-    with subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, env=os.environ | {"TERM": "xterm"}, stderr=slave):
+    command = [sys.executable, "-c", program]
+    with subprocess.Popen(command, cwd=ROOT, env=os.environ | {"TERM": "xterm"}, stdout=slave, stderr=slave):
         os.close(slave)
         said = b""
         try:
@@ -401,6 +407,23 @@ def test_on_a_terminal_long_work_shows_its_last_line_and_the_time_in_place() -> 
     assert re.fullmatch(r"work: done in \d+ s\r\n", last)
 
 
+def test_results_have_lines_of_their_own_on_a_terminal() -> None:
+    program = """import time
+from pyharness import build
+with build.Progress("work") as progress:
+    for i in range(2):
+        progress.say(f"step {i}")
+        time.sleep(0.5)
+        progress.print(f"result {i}")
+"""
+    *lines, end = transcript(program, terminal=True).split("\r\n")
+    screen = [line.split("\r\x1b[K")[-1] for line in lines]
+    assert screen[:2] == ["result 0", "result 1"]
+    assert re.fullmatch(r"work: done in \d+ s", screen[2])
+    assert end == ""
+    assert "step 1" in lines[1]
+
+
 def test_elsewhere_long_work_shows_a_line_now_and_then() -> None:
     first, *shown, last = worked(0, terminal=False).splitlines()
     assert first == "work ..."
@@ -412,9 +435,9 @@ def test_elsewhere_long_work_shows_a_line_now_and_then() -> None:
 @pytest.mark.parametrize("terminal", [True, False])
 def test_a_step_that_fails_prints_its_whole_output(terminal: bool) -> None:
     said = worked(2, terminal).replace("\r\n", "\n")
-    output = "".join(f"[{i}/3] Building {'x' * 200}\na warning\n" for i in (1, 2, 3))
+    printed = "".join(f"[{i}/3] Building {'x' * 200}\na warning\n" for i in (1, 2, 3))
     assert re.search(r"work: failed after \d+ s\n", said)
-    assert said.endswith(f"work failed (exit 2):\n{output}a hint\n")
+    assert said.endswith(f"work failed (exit 2):\n{printed}a hint\n")
 
 
 def test_a_build_says_what_it_compiles_and_how_long_that_takes(
