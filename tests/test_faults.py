@@ -365,7 +365,8 @@ def test_a_read_only_checkout_runs_with_libraries_from_elsewhere(
     command = [*prefix, sys.executable, "-m", "pyharness", *words]
     done = subprocess.run(command, cwd=checkout, capture_output=True, text=True)
     assert done.returncode == 3
-    assert f"cannot write a receipt below {checkout}/receipts: Permission denied\n  --receipts DIR, or" in done.stderr
+    assert f"cannot write a receipt below {checkout}/receipts: Permission denied\n" in done.stderr
+    assert "--receipts DIR, or --no-receipt" in done.stderr
     done = subprocess.run([*command, "--receipts", str(tmp_path / "out")], cwd=checkout, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert len(list((tmp_path / "out").glob("*.json"))) == 1
