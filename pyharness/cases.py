@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import difflib
+import functools
 import hashlib
 import random
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -317,14 +318,28 @@ def in_graphs(cases: Iterable[Case], graphs: Iterable[str]) -> list[Case]:
 
 def limits(path: Path = LIMITS) -> dict[str, float]:
     """The limits of a .def file, `LIMIT(name, value)` a line."""
+    return {name: float(value) for kind, name, value in _limit_lines(path) if kind == "LIMIT"}
 
-    def parse(line: str) -> tuple[str, float]:
-        match = re.fullmatch(rf"LIMIT\((\w+),\s*({NUMBER})\)", line)
+
+@functools.cache
+def f32_paths(path: Path = LIMITS) -> frozenset[str]:
+    """The kernel paths that compute in F32, `F32_PATH(name)` a line of the limits."""
+    return frozenset(name for kind, name, _ in _limit_lines(path) if kind == "F32_PATH")
+
+
+def limit(bounds: Mapping[str, T], path: str) -> T:
+    """The NMSE that a part may have on a kernel path."""
+    return bounds.get("f32_nmse", bounds["nmse"]) if path in f32_paths() else bounds["nmse"]
+
+
+def _limit_lines(path: Path) -> list[tuple[str, str, str]]:
+    def parse(line: str) -> tuple[str, str, str]:
+        match = re.fullmatch(rf"(?:(LIMIT)\((\w+),\s*({NUMBER})|(F32_PATH)\((\w+))\)", line)
         if not match:
-            raise errors.Usage(f"not a limit: {line!r}", "write LIMIT(name, value)")
-        return match[1], float(match[2])
+            raise errors.Usage(f"not a limit: {line!r}", "write LIMIT(name, value) or F32_PATH(name)")
+        return match[1] or match[4], match[2] or match[5], match[3] or ""
 
-    return dict(item for _, item in _lines(path, parse))
+    return [item for _, item in _lines(path, parse)]
 
 
 def _lines(path: Path, parse: Callable[[str], T]) -> list[tuple[int, T]]:

@@ -145,9 +145,10 @@ def _errors(body: dict[str, Any], directory: Path) -> list[Path]:
         values = [max(value, least) for who, part, _, value in rows if (who, part) == column]
         spread = [number + 0.5 * ((i * 0.618) % 1 - 0.5) for i in range(len(values))]
         axes.scatter(spread, values, s=12, color=_COLOURS[cases.CHECKED.index(column[1])], alpha=0.7)
-    limit = float(body["limits"]["nmse"])
-    axes.axhline(limit, color="black", linestyle="--")
-    axes.text(0, limit, f"limit {limit:g}", va="bottom", fontsize=8)
+    limits = {part["limit"] for record in body["cases"] for part in record["parts"].values()}
+    for limit in map(float, limits or {body["limits"]["nmse"]}):
+        axes.axhline(limit, color="black", linestyle="--")
+        axes.text(0, limit, f"limit {limit:g}", va="bottom", fontsize=8)
     labels = [f"{who} {part}" for who, part in columns]
     axes.set_xticks(range(len(columns)), labels, fontsize=7, rotation=30, ha="right")
     axes.set(yscale="log", ylabel=f"NMSE against float64 (0 drawn at {least:g})")

@@ -28,6 +28,9 @@ KEYS = 512
 
 _MASKED = 0xFC00  # -inf as float16
 
+_ROUNDING = 2.0**-48  # squared relative rounding of F32
+_TINY = 2.0**-252  # squared size of what F32 may flush to zero
+
 
 def slopes(heads: int, max_bias: float) -> F64:
     """ALiBi slope of each query head, 1 without a bias: geometric over the power of two below, then odd half steps."""
@@ -173,6 +176,88 @@ def backward(inputs: Inputs, progress: Callable[[float], None] | None = None) ->
             shares = np.exp(sinks[None, :, None] - lse) * d_sum
         parts["dsinks"] = -np.where(d_sum == 0, 0, shares).sum(axis=(0, 2))
     return parts
+
+
+def rounding(inputs: Inputs, lse: F64, d: F64) -> dict[str, F64]:
+    """Squared error over each head that plain F32 arithmetic may make in every part, to first order.
+
+    Scores, LSE, D, the factor of a softcap and every term of a sum are rounded to 2^-24 of themselves, independently;
+    a sum of n terms adds n times that of its terms (those of S and dP also n times that of the sum). The formulas
+    carry these errors to the parts. What is below 2^-126 may be flushed to zero.
+    dq, lse, d [S, H]; dk, dv [S, Hkv]; dsinks [H]. lse and d are those of `backward`, [S, H, N].
+    """
+    a = _Attention(inputs)
+    parts = {part: np.zeros((a.s, a.h)) for part in ("dq", "dk", "dv", "lse", "d", "dsinks")}
+    tasks = [(s, h, rows) for s in range(a.s) for h in range(a.h) for rows in a.row_blocks()]
+    for (s, h, _), errors in _ordered(lambda task: _rounding(a, lse, d, *task), tasks):
+        for part, error in errors.items():
+            parts[part][s, h] += error
+    for part in ("dk", "dv"):
+        parts[part] = parts[part].reshape(a.s, a.hkv, a.group).sum(axis=2)
+    parts["dsinks"] = parts["dsinks"].sum(axis=0)
+    width_k, width_v = inputs.q.shape[3], inputs.d.shape[3]
+    elements = {"dq": a.n * width_k, "dk": inputs.kv_count * width_k, "dv": inputs.kv_count * width_v, "dsinks": 1}
+    return {part: array * _ROUNDING + elements.get(part, a.n) * _TINY for part, array in parts.items()}
+
+
+def _rounding(a: _Attention, lse: F64, d: F64, s: int, h: int, rows: slice) -> dict[str, np.float64]:
+    """The share of some rows of a query head in `rounding`, in units of 2^-48."""
+    x, g = a.inputs, h // a.group
+    finite = np.isfinite(lse[s, h, rows])
+    top, row_d = np.where(finite, lse[s, h, rows], 0)[:, None], d[s, h, rows, None]
+    q, incoming = a.q(s, h, rows), a.d(s, h, rows)
+    # sums over the keys a row sees: of P, P^2, (P dP)^2, and of what P carries into LSE and D
+    p_sum, p_square, pdp_square, into_lse, into_d = (np.zeros(len(q)) for _ in range(5))
+    # of dS^2 and P^2 alone, of what goes into one dS and P beside LSE and D, and of dS by D; for dq with lengths of k
+    ds_q, own_q, by_d_q, ds_k, own_k, by_d_k, p_v, own_v = (np.zeros(len(q)) for _ in range(8))
+    for keys in a.key_blocks():
+        k, v = a.k(s, g, keys), a.v(s, g, keys)
+        block = a.scores(s, h, rows, keys, q, k)
+        if block is None:
+            continue
+        scores, factor = block
+        p = np.where(finite[:, None], np.exp(scores - top), 0)
+        dp = incoming @ v.T
+        of_dp = v.shape[1] * (np.square(incoming) @ np.square(v).T + np.square(dp))
+        of_product = k.shape[1] * x.scale**2 * (np.square(q) @ np.square(k).T + np.square(q @ k.T))
+        slope = 1.0 if factor is None else factor
+        of_slope = 0.0 if factor is None else 4 * (1 - factor) / x.softcap**2 * of_product
+        of_score = of_product * np.square(slope) + np.square(np.where(p > 0, scores, 0))
+        ds, square = np.square(p * (dp - row_d) * slope), np.square(p)
+        own = ds * (of_score + of_slope) + square * np.square(slope) * of_dp
+
+        p_sum += p.sum(axis=1)
+        p_square += square.sum(axis=1)
+        pdp_square += (square * np.square(dp)).sum(axis=1)
+        into_lse += (p * of_score).sum(axis=1)
+        into_d += (p * (of_dp + np.square(dp - row_d) * of_score)).sum(axis=1)
+        length = np.square(k).sum(axis=1)
+        ds_q += ds @ length
+        own_q += own @ length
+        by_d_q += (p * slope) @ np.sqrt(length)
+        window = slice(max(x.kv_first - keys.start, 0), max(x.kv_first + x.kv_count - keys.start, 0))
+        ds_k += ds[:, window].sum(axis=1)
+        own_k += own[:, window].sum(axis=1)
+        by_d_k += (square * np.square(slope))[:, window].sum(axis=1)
+        p_v += square[:, window].sum(axis=1)
+        own_v += (square * of_score)[:, window].sum(axis=1)
+
+    of_lse = np.where(finite, p_sum * into_lse + np.square(top[:, 0]) + a.m * p_square, 0)
+    of_d = p_sum * into_d + a.m * pdp_square
+    if x.o is not None:
+        products = incoming * x.o[s, rows, h]
+        of_d = products.shape[1] * (np.square(products).sum(axis=1) + np.square(products.sum(axis=1)))
+    of_d += np.square(row_d[:, 0])
+    sink = 0.0 if x.sinks is None else np.exp(np.minimum(float(x.sinks[h]) - top[:, 0], 0)) * finite
+    terms = a.n * a.group  # of dk and dv
+    return {
+        "dq": x.scale**2 * (own_q + (of_lse + a.m) * ds_q + of_d * np.square(by_d_q)).sum(),
+        "dk": x.scale**2 * (np.square(q).sum(axis=1) * (own_k + (of_lse + terms) * ds_k + of_d * by_d_k)).sum(),
+        "dv": (np.square(incoming).sum(axis=1) * (own_v + (of_lse + terms) * p_v)).sum(),
+        "lse": of_lse.sum(),
+        "d": of_d.sum(),
+        "dsinks": (np.square(sink) * (of_d + np.square(row_d[:, 0]) * (of_lse + a.n))).sum(),
+    }
 
 
 def _forward(a: _Attention, report: Callable[[float], None]) -> tuple[F64, F64]:

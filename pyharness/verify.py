@@ -324,8 +324,9 @@ def _seed(record: dict[str, Any], body: Document) -> Iterator[str]:
 def _case_sums(record: dict[str, Any], body: Document) -> Iterator[str]:
     yield from _seed(record, body)
     for name, part in record["parts"].items():
-        if part["limit"] != body["limits"]["nmse"]:
-            yield f"{name}: limit {part['limit']}, but the limits say {body['limits']['nmse']}"
+        limit = cases.limit(body["limits"], record["forward"]["by"] if name == "o" else record["path"])
+        if part["limit"] != limit:
+            yield f"{name}: limit {part['limit']}, but the limits say {limit}"
         within = statement.worst_nmse(part) <= float(part["limit"]) and not part["why"]
         if part["passed"] and not within:
             yield f"{name}: NMSE {part['nmse']} (worst head {part['worst_head_nmse']}) does not pass {part['limit']}"

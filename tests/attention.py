@@ -101,8 +101,8 @@ class Operator:
 
     @property
     def limit(self) -> float:
-        """NMSE by which two results of one thing may differ: rounding on the CPU, the operator's limit elsewhere."""
-        return 1e-11 if self.on_cpu else cases.limits()["nmse"]
+        """NMSE by which two results of one thing may differ: the limit of the kernel path."""
+        return cases.limit(cases.limits(), "cpu" if self.on_cpu else self.path)
 
     def take(self, given: Case | Inputs) -> None:
         """Fails when the device does not take a node, skips when it is only the path that does not."""

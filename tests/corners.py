@@ -911,7 +911,6 @@ class Limit:
     shapes: tuple[str, ...] = tuple(SHAPES)
 
 
-_ANY = "cpu hopper mma rows"
 _SPREAD = "fp16 holds what is within 2^24 of the largest"
 _SATURATED = Limit("dq dk", "1 - tanh^2 is below fp16's normal range", "mma")
 _BIAS = Limit("d dsinks", "scores of 94500 have steps of 2^-7 in F32")
@@ -925,8 +924,7 @@ LIMITS = {
     "last_v_is_large_and_seen_once": Limit("dq dk d", "D of a head is one value times a small p"),
     "longest_do_where_q_is_smallest": Limit("dk d", f"one row has the whole range of dO: {_SPREAD}"),
     "longest_do_where_q_is_zero": Limit("dk d", f"one row has the whole range of dO: {_SPREAD}"),
-    "lowest_beside_hidden": Limit("dsinks", "dSinks is taken from an LSE in F32, which has steps of 2^-8 there", _ANY),
-    "scale_denormal": Limit("dq dk", "CUDA flushes what is below 2^-126 to 0", "hopper mma rows"),
+    "lowest_beside_hidden": Limit("dsinks", "dSinks is taken from an LSE in F32, which has steps of 2^-8 there"),
     "sinks_and_biases_of_60000": _BIAS,
     "sinks_outweigh_keys": Limit("dq d", "a sink leaves 1e-8 of a row to its keys"),
     "softcap_saturated_at_6": _SATURATED,

@@ -103,7 +103,13 @@ def test_errors_in_a_list_name_file_and_line(tmp_path: Path) -> None:
 
 
 def test_limits_are_read_from_their_file() -> None:
-    assert cases.limits()["nmse"] == 1e-5
+    limits = cases.limits()
+    found = {path: cases.limit(limits, path) for path in ("cpu", "rows", "mma", "hopper")}
+    assert found == {"cpu": 1e-10, "rows": 1e-10, "mma": 1e-5, "hopper": 1e-5}
+
+
+def test_receipts_without_a_limit_of_f32_have_one_for_all_paths() -> None:
+    assert cases.limit({"nmse": "1e-05", "zero": "1e-10"}, "cpu") == "1e-05"
 
 
 LISTED = [case("hsk=64,hsv=64,nh=4,nhkv=2,kv=128,nb=32"), small(), small(mask="swa:5")]

@@ -204,7 +204,7 @@ def test_json_holds_every_figure(capsys: pytest.CaptureFixture[str]) -> None:
     assert result["case"] == CASE
     assert result["seed"] == small().seed(5)
     assert set(result["parts"]) == {"dq", "dk", "dv", "lse", "d"}
-    assert result["parts"]["dq"]["limit"] == 1e-5
+    assert result["parts"]["dq"]["limit"] == 1e-10
     assert len(result["digest"]) == 64
 
 

@@ -136,13 +136,25 @@ def test_what_must_be_exactly_zero_fails_when_it_is_nearly_so(
     assert (found.passed, found.why, found.worst_index) == (False, "not exactly 0", index)
 
 
-def test_a_gradient_that_cancels_is_measured_against_its_operands(library: ggml.Library) -> None:
+@pytest.mark.parametrize("path", ["cpu", "rows", "mma", "hopper"])
+@pytest.mark.parametrize("part", cases.PARTS)
+def test_a_part_that_is_off_by_a_thousandth_fails_where_f32_computes(run: Run, part: str, path: str) -> None:
+    run.result.path = path
+    run.result.parts[part] *= np.float32(1.001)
+    assert run.failed() == ({part} if path in ("cpu", "rows") else set())
+
+
+@pytest.mark.parametrize(("path", "right", "wrong"), [("cpu", 2e-7, 2e-6), ("rows", 2e-7, 2e-6), ("mma", 1e-6, 1e-4)])
+def test_a_gradient_that_cancels_is_measured_against_its_operands(
+    library: ggml.Library, path: str, right: float, wrong: float
+) -> None:
     given = attention(heads([[3], [2]]), heads([[5], [1]]), heads([[7], [2]]), heads([[11], [4]]))
     result = library.run(library.device("CPU"), given)
     result.parts = {part: array.copy() for part, array in result.parts.items()}
     want = reference.backward(given)
     size = 5 * 7 * 11  # k * v * dO
-    for error, passes in ((1e-6, True), (1e-4, False)):
+    result.path = path
+    for error, passes in ((right, True), (wrong, False)):
         result.parts["dq"][0, 0, 0, 0] = size * error
         assert oracle.compare(given, result, want)["dq"].passed == passes
 

@@ -66,11 +66,11 @@ def test_a_limit_in_the_tree(world: World) -> None:
 
 
 def test_a_limit_in_the_receipt(world: World) -> None:
-    change(world.oracle, lambda body: body["limits"].update(nmse="0.001"))
+    change(world.oracle, lambda body: body["limits"].update(f32_nmse="0.001"))
     code, text = world.verify(world.oracle)
     assert code == 4
     assert "INVALID  id: changed after it was written: limits" in text
-    assert "dq: limit 1e-05, but the limits say 0.001" in text
+    assert "dq: limit 1e-10, but the limits say 0.001" in text
 
 
 def test_a_case_in_the_list(world: World) -> None:

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from attention import case
 from numpy.typing import NDArray
 
-from pyharness import inputs, reference
+from pyharness import cases, inputs, reference
 from pyharness.inputs import Inputs
 
 CASES = [
@@ -19,23 +21,23 @@ CASES = [
 ]
 
 
-def row_by_row(x: Inputs) -> dict[str, NDArray[np.float64]]:
+def row_by_row(x: Inputs, dtype: Any = np.float64) -> dict[str, NDArray[Any]]:
     """The formulas as they stand, one query row at a time."""
     sequences, heads, kv_heads, rows, keys = x.sizes
     seen = x.seen()[..., None]
-    k, v = np.where(seen, x.k_f32(), 0).astype(np.float64), np.where(seen, x.v_f32(), 0).astype(np.float64)
+    k, v = np.where(seen, x.k_f32(), 0).astype(dtype), np.where(seen, x.v_f32(), 0).astype(dtype)
     parts = {
-        "dq": np.zeros(x.q.shape),
-        "dk": np.zeros(k.shape),
-        "dv": np.zeros(v.shape),
-        "lse": np.full((sequences, heads, rows), -np.inf),
-        "d": np.zeros((sequences, heads, rows)),
-        "dsinks": np.zeros(heads),
+        "dq": np.zeros(x.q.shape, dtype),
+        "dk": np.zeros(k.shape, dtype),
+        "dv": np.zeros(v.shape, dtype),
+        "lse": np.full((sequences, heads, rows), -np.inf, dtype),
+        "d": np.zeros((sequences, heads, rows), dtype),
+        "dsinks": np.zeros(heads, dtype),
     }
     power = 2 ** int(np.log2(heads))
     for s, h, i in np.ndindex(sequences, heads, rows):
         g = h // (heads // kv_heads)
-        q, d = x.q[s, h, i].astype(np.float64), x.d[s, i, h].astype(np.float64)
+        q, d = x.q[s, h, i].astype(dtype), x.d[s, i, h].astype(dtype)
         if x.mask is not None and np.isneginf(x.mask[s % x.mask.shape[0], h % x.mask.shape[1], i]).all():
             q, d = np.zeros_like(q), np.zeros_like(d)
         scores = x.scale * k[s, g] @ q
@@ -48,13 +50,13 @@ def row_by_row(x: Inputs) -> dict[str, NDArray[np.float64]]:
             if x.max_bias:
                 exponent = h + 1 if h < power else (2 * (h - power) + 1) / 2
                 slope = 2 ** (-x.max_bias * exponent / power)
-            scores = scores + slope * x.mask[s % x.mask.shape[0], h % x.mask.shape[1], i].astype(np.float64)
-        sink = -np.inf if x.sinks is None else float(x.sinks[h])
+            scores = scores + slope * x.mask[s % x.mask.shape[0], h % x.mask.shape[1], i].astype(dtype)
+        sink = dtype(-np.inf if x.sinks is None else x.sinks[h])
         total = np.exp(scores).sum() + np.exp(sink)
         if total == 0:
             continue
         p, dp = np.exp(scores) / total, v[s, g] @ d
-        row = p @ dp
+        row = p @ dp if x.o is None else d @ x.o[s, i, h].astype(dtype)
         ds = p * (dp - row) * factor
         parts["lse"][s, h, i], parts["d"][s, h, i] = np.log(total), row
         parts["dq"][s, h, i] = x.scale * ds @ k[s, g]
@@ -66,7 +68,7 @@ def row_by_row(x: Inputs) -> dict[str, NDArray[np.float64]]:
     return parts
 
 
-@pytest.mark.parametrize("text", CASES)
+@pytest.mark.parametrize("text", [*CASES, f"{CASES[1]},o=1"])
 def test_agrees_with_the_formulas_row_by_row(text: str) -> None:
     given = inputs.make(case(text), 0)
     want = row_by_row(given)
@@ -121,3 +123,79 @@ def test_a_given_output_replaces_the_recomputed_one() -> None:
     assert given.o is not None
     given.o = given.o * np.float32(2)
     np.testing.assert_allclose(reference.backward(given)["d"], 2 * exact, rtol=1e-12)
+
+
+def rounding_row_by_row(x: Inputs) -> dict[str, NDArray[np.float64]]:
+    """What F32 may make of each part as reference.rounding says it, one query row at a time."""
+    sequences, heads, kv_heads, rows, keys = x.sizes
+    group, width_k, width_v = heads // kv_heads, x.q.shape[3], x.d.shape[3]
+    (q_all, k_all, v_all, d_all), want = (a.astype(np.float64) for a in x.shown()), row_by_row(x)
+    window = slice(x.kv_first, x.kv_first + x.kv_count)
+    parts = {part: np.zeros((sequences, heads)) for part in ("dq", "dk", "dv", "lse", "d", "dsinks")}
+    for s, h, i in np.ndindex(sequences, heads, rows):
+        q, k, v, d = q_all[s, h, i], k_all[s, h // group], v_all[s, h // group], d_all[s, i, h]
+        if not np.isfinite(want["lse"][s, h, i]):
+            continue
+        mask = np.zeros(keys) if x.mask is None else x.mask[s % x.mask.shape[0], h % x.mask.shape[1], i].astype(float)
+        seen = ~np.isneginf(mask)
+        k, v, mask = k[seen], v[seen], mask[seen]
+        products, dp = x.scale * q * k, v @ d
+        of_product = width_k * (np.square(products).sum(axis=1) + np.square(products.sum(axis=1)))
+        scores = logits = products.sum(axis=1)
+        slope, of_slope = np.ones(len(k)), np.zeros(len(k))
+        if x.softcap:
+            scores = x.softcap * np.tanh(logits / x.softcap)
+            slope = 1 / np.cosh(logits / x.softcap) ** 2
+            of_slope = np.square(2 * np.tanh(logits / x.softcap) / x.softcap) * of_product
+        scores = scores + reference.slopes(heads, x.max_bias)[h] * mask
+        lse, row_d = want["lse"][s, h, i], want["d"][s, h, i]
+        p = np.exp(scores - lse)
+        of_dp = width_v * (np.square(v * d).sum(axis=1) + np.square(dp))
+        of_score = of_product * slope**2 + scores**2
+        of_lse = p.sum() * p @ of_score + lse**2 + keys * p @ p
+        of_d = p.sum() * p @ (of_dp + (dp - row_d) ** 2 * of_score) + keys * (p * dp) @ (p * dp)
+        if x.o is not None:
+            of_d = width_v * (np.square(d * x.o[s, i, h]).sum() + (d @ x.o[s, i, h]) ** 2)
+        of_d += row_d**2
+        ds = p * (dp - row_d) * slope
+        of_ds = ds**2 * (of_score + of_slope + of_lse) + (p * slope) ** 2 * of_dp
+        of_dk = of_ds + rows * group * ds**2 + (p * slope) ** 2 * of_d
+        of_dv = p**2 * (of_score + of_lse + rows * group)
+        inside = np.isin(np.flatnonzero(seen), np.arange(keys)[window])
+        length = np.linalg.norm(k, axis=1)
+        parts["dq"][s, h] += x.scale**2 * ((of_ds + keys * ds**2) @ length**2 + of_d * (p * slope @ length) ** 2)
+        parts["dk"][s, h] += x.scale**2 * (q @ q) * of_dk[inside].sum()
+        parts["dv"][s, h] += (d @ d) * of_dv[inside].sum()
+        parts["lse"][s, h] += of_lse
+        parts["d"][s, h] += of_d
+        if x.sinks is not None:
+            parts["dsinks"][s, h] += np.exp(float(x.sinks[h]) - lse) ** 2 * (of_d + row_d**2 * (of_lse + rows))
+    for part in ("dk", "dv"):
+        parts[part] = parts[part].reshape(sequences, kv_heads, group).sum(axis=2)
+    parts["dsinks"] = parts["dsinks"].sum(axis=0)
+    elements = {"dq": rows * width_k, "dk": x.kv_count * width_k, "dv": x.kv_count * width_v, "dsinks": 1}
+    return {part: 2.0**-48 * array + elements.get(part, rows) * 2.0**-252 for part, array in parts.items()}
+
+
+@pytest.mark.parametrize("text", [*CASES, f"{CASES[1]},o=1"])
+def test_rounding_agrees_with_its_formulas_row_by_row(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reference, "ROWS", 70)
+    monkeypatch.setattr(reference, "KEYS", 110)
+    given = inputs.make(case(text), 0)
+    parts = reference.backward(given)
+    want = rounding_row_by_row(given)
+    for part, array in reference.rounding(given, parts["lse"], parts["d"]).items():
+        np.testing.assert_allclose(array, want[part], rtol=1e-9, err_msg=part)
+
+
+@pytest.mark.parametrize("text", [*CASES[:5], f"{CASES[1]},o=1", f"{CASES[0]},data=vconst", f"{CASES[2]},data=kmean"])
+def test_plain_f32_arithmetic_is_within_the_rounding_that_is_derived_for_it(text: str) -> None:
+    given = inputs.make(case(text), 0)
+    want, got = reference.backward(given), row_by_row(given, np.float32)
+    rounding = reference.rounding(given, want["lse"], want["d"])
+    for part, right in want.items():
+        difference = np.where(np.isneginf(right), 0, got[part]) - np.where(np.isneginf(right), 0, right)
+        error = np.square(difference).sum(axis=tuple(range(2, right.ndim)) or None)
+        allowed = cases.limits()["rounding"] * (rounding[part] if right.ndim > 1 else rounding[part].sum())
+        assert (error <= allowed).all(), part
+        assert error.sum() >= 1e-5 * allowed.sum(), part

@@ -1,14 +1,25 @@
 // FLASH_ATTN_BACK in test-backend-ops: included there behind test_flash_attn_ext. Modes test, perf and support take the cases of
 // flash-attn-back-cases.def and -perf.def, mode grad those of -grad.def that finite differences in F32 can check.
 // A case's error is that of its worst part: NMSE over the whole part and over each head (dSinks, one number a head, as a whole), against the
-// limits of -limits.def.
+// limits of -limits.def for the kernel path that the device takes.
 
 #include "ggml-flash-attn-back.h"
 
+#include <functional>
 #include <numeric>
 
+#define F32_PATH(name)
 #define LIMIT(name, value) static constexpr double flash_attn_back_limit_##name = value;
 #include "flash-attn-back-limits.def"
+#undef LIMIT
+#undef F32_PATH
+
+#define LIMIT(name, value)
+#define F32_PATH(name) #name,
+static const char * const flash_attn_back_f32_paths[] = {
+#include "flash-attn-back-limits.def"
+};
+#undef F32_PATH
 #undef LIMIT
 
 #define FLASH_ATTN_BACK(...) #__VA_ARGS__,
@@ -170,6 +181,15 @@ struct test_flash_attn_back : public test_case {
 
     double summed[GGML_FLASH_ATTN_BACK_PART_COUNT] = { 0.0 }; // squared size of what a head's sums add up, 0: they do not cancel
 
+    double limit = flash_attn_back_limit_nmse; // of the kernel path
+    bool f32     = false;                      // whether it computes in F32
+
+    // the sources as they count, [rows][ne0]; mode test only
+    std::vector<float> vq, vk, vv, vd, vs, vo;
+    std::vector<ggml_fp16_t> vm;
+
+    std::vector<double> rounding[GGML_FLASH_ATTN_BACK_PART_COUNT]; // of each head, see find_rounding
+
     explicit test_flash_attn_back(const char * text) :
         a(text) {}
 
@@ -178,7 +198,7 @@ struct test_flash_attn_back : public test_case {
     }
 
     double max_nmse_err() override {
-        return flash_attn_back_limit_nmse;
+        return limit;
     }
 
     // a tensor of the shape ne in one of the layouts that views of it can have
@@ -289,45 +309,162 @@ struct test_flash_attn_back : public test_case {
         return h < n ? powf(2.0f, -a.max_bias * (h + 1) / n) : powf(2.0f, -a.max_bias / 2.0f * (2 * (h - n) + 1) / n);
     }
 
+    // sum of products, and how much of its square F32 may lose: of each product, and of the sum after each
+    struct dot_product {
+        double sum     = 0.0;
+        double squares = 0.0;
+
+        dot_product(const float * x, const float * y, int64_t n, double factor = 1.0) {
+            for (int64_t c = 0; c < n; ++c) {
+                const double product = factor * x[c] * y[c];
+                sum += product;
+                squares += product * product;
+            }
+            squares = n * (squares + sum * sum);
+        }
+    };
+
+    // a query of a head and the keys that it sees, in double precision
+    struct attention_row {
+        int64_t i, h, s, kv_head;
+
+        std::vector<int64_t> keys;
+        std::vector<double> p;
+        std::vector<double> score;
+        std::vector<double> dtanh;   // 1 - tanh^2 of the softcap
+        std::vector<double> of_score; // what F32 may lose of the score's square, with the softcap's derivative
+        std::vector<double> of_dtanh; // and of that of ln(1 - tanh^2)
+
+        double lse;
+    };
+
+    attention_row make_row(int64_t row) const {
+        attention_row r = { row % a.nb, row / a.nb % a.nh, row / a.nb / a.nh, 0, {}, {}, {}, {}, {}, {}, 0.0 };
+        r.kv_head       = r.s * a.nhkv + r.h / (a.nh / a.nhkv);
+
+        const ggml_fp16_t * bias = vm.empty() ? nullptr : &vm[((r.s % a.ms * a.mh + r.h % a.mh) * (a.nb + a.mpad) + r.i) * a.kv];
+        double max               = vs.empty() ? -INFINITY : vs[r.h];
+        for (int64_t j = 0; j < a.kv; ++j) {
+            const float b = bias ? ggml_fp16_to_fp32(bias[j]) : 0.0f;
+            if (b == -INFINITY) {
+                continue;
+            }
+            const dot_product qk(&vq[row * a.hsk], &vk[(r.kv_head * a.kv + j) * a.hsk], a.hsk, a.scale);
+            const double t     = a.softcap > 0.0f ? tanh(qk.sum / a.softcap) : 0.0;
+            const double dtanh = 1.0 - t * t;
+            const double score = (a.softcap > 0.0f ? a.softcap * t : qk.sum) + slope(r.h) * b;
+            r.keys.push_back(j);
+            r.score.push_back(score);
+            r.dtanh.push_back(dtanh);
+            r.of_score.push_back(qk.squares * dtanh * dtanh + score * score);
+            r.of_dtanh.push_back(a.softcap > 0.0f ? 4.0 * t * t / (a.softcap * a.softcap) * qk.squares : 0.0);
+            max = std::max(max, score);
+        }
+        double total = vs.empty() ? 0.0 : exp(vs[r.h] - max);
+        for (const double score : r.score) {
+            total += exp(score - max);
+        }
+        r.lse = total > 0.0 ? max + log(total) : -INFINITY;
+        for (const double score : r.score) {
+            r.p.push_back(exp(score - r.lse));
+        }
+        return r;
+    }
+
     // the forward's output [hsv, nh, nb, ns] in double precision
-    std::vector<float> forward(const std::vector<float> & vq, const std::vector<float> & vk, const std::vector<float> & vv,
-        const std::vector<ggml_fp16_t> & vm, const std::vector<float> & vs) const {
+    std::vector<float> forward() const {
         std::vector<float> out(a.hsv * a.nh * a.nb * a.ns);
         for (int64_t row = 0; row < a.nb * a.nh * a.ns; ++row) {
-            const int64_t i       = row % a.nb;
-            const int64_t h       = row / a.nb % a.nh;
-            const int64_t s       = row / a.nb / a.nh;
-            const int64_t kv_head = s * a.nhkv + h / (a.nh / a.nhkv);
-
-            std::vector<double> logits(a.kv);
-            double max = vs.empty() ? -INFINITY : vs[h];
-            for (int64_t j = 0; j < a.kv; ++j) {
-                const float bias = vm.empty() ? 0.0f : ggml_fp16_to_fp32(vm[((s % a.ms * a.mh + h % a.mh) * (a.nb + a.mpad) + i) * a.kv + j]);
-                double sum       = 0.0;
-                for (int64_t c = 0; c < a.hsk; ++c) {
-                    sum += (double) vq[row * a.hsk + c] * vk[(kv_head * a.kv + j) * a.hsk + c];
-                }
-                sum *= a.scale;
-                sum       = a.softcap > 0.0f ? a.softcap * tanh(sum / a.softcap) : sum;
-                logits[j] = bias == -INFINITY ? -INFINITY : sum + slope(h) * bias;
-                max       = std::max(max, logits[j]);
-            }
-            double total = vs.empty() ? 0.0 : exp(vs[h] - max);
-            std::vector<double> acc(a.hsv);
-            for (int64_t j = 0; j < a.kv; ++j) {
-                if (logits[j] != -INFINITY) {
-                    const double p = exp(logits[j] - max);
-                    total += p;
-                    for (int64_t c = 0; c < a.hsv; ++c) {
-                        acc[c] += p * vv[(kv_head * a.kv + j) * a.hsv + c];
-                    }
-                }
-            }
+            const attention_row r = make_row(row);
             for (int64_t c = 0; c < a.hsv; ++c) {
-                out[((s * a.nb + i) * a.nh + h) * a.hsv + c] = total > 0.0 ? acc[c] / total : 0.0;
+                double sum = 0.0;
+                for (size_t n = 0; n < r.keys.size(); ++n) {
+                    sum += r.p[n] * vv[(r.kv_head * a.kv + r.keys[n]) * a.hsv + c];
+                }
+                out[((r.s * a.nb + r.i) * a.nh + r.h) * a.hsv + c] = sum;
             }
         }
         return out;
+    }
+
+    // squared error that plain F32 arithmetic may make in each head of a part, to first order, as in pyharness/reference.py
+    void find_rounding() {
+        const auto square   = [](double x) { return x * x; };
+        const auto length2  = [&](const float * x, int64_t n) { return std::inner_product(x, x + n, x, 0.0); };
+        const double unit   = ldexp(1.0, -48);
+        const double tiny   = ldexp(1.0, -252);
+        const double scale2 = square(a.scale);
+        const int64_t group = a.nh / a.nhkv;
+        const int64_t end   = a.kv_count > 0 ? a.kv_first + a.kv_count : a.kv;
+
+        rounding[GGML_FLASH_ATTN_BACK_DQ].assign(a.nh * a.ns, a.nb * a.hsk * tiny);
+        rounding[GGML_FLASH_ATTN_BACK_DK].assign(a.nhkv * a.ns, (end - a.kv_first) * a.hsk * tiny);
+        rounding[GGML_FLASH_ATTN_BACK_DV].assign(a.nhkv * a.ns, (end - a.kv_first) * a.hsv * tiny);
+        rounding[GGML_FLASH_ATTN_BACK_LSE].assign(a.nh * a.ns, a.nb * tiny);
+        rounding[GGML_FLASH_ATTN_BACK_D].assign(a.nh * a.ns, a.nb * tiny);
+        rounding[GGML_FLASH_ATTN_BACK_DSINKS].assign(1, a.nh * tiny);
+        for (int64_t row = 0; row < a.nb * a.nh * a.ns; ++row) {
+            const attention_row r = make_row(row);
+            const float * q_row   = &vq[row * a.hsk];
+            const float * d_row   = &vd[((r.s * a.nb + r.i) * a.nh + r.h) * a.hsv];
+            if (r.lse == -INFINITY) {
+                continue;
+            }
+            std::vector<dot_product> dp;
+            double p_sum = 0.0, p_square = 0.0, pdp_square = 0.0, into_lse = 0.0, d_sum = 0.0, into_d = 0.0;
+            for (size_t n = 0; n < r.keys.size(); ++n) {
+                dp.emplace_back(d_row, &vv[(r.kv_head * a.kv + r.keys[n]) * a.hsv], a.hsv);
+                p_sum += r.p[n];
+                p_square += square(r.p[n]);
+                pdp_square += square(r.p[n] * dp[n].sum);
+                into_lse += r.p[n] * r.of_score[n];
+                d_sum += r.p[n] * dp[n].sum;
+            }
+            for (size_t n = 0; n < r.keys.size(); ++n) {
+                into_d += r.p[n] * (dp[n].squares + square(dp[n].sum - d_sum) * r.of_score[n]);
+            }
+            const double of_lse = p_sum * into_lse + square(r.lse) + a.kv * p_square;
+            double of_d         = p_sum * into_d + a.kv * pdp_square;
+            if (a.o) {
+                const dot_product given(d_row, &vo[((r.s * a.nb + r.i) * a.nh + r.h) * a.hsv], a.hsv);
+                of_d = given.squares;
+            }
+            of_d += square(d_sum);
+
+            double of_dq = 0.0, of_dk = 0.0, of_dv = 0.0, d_into_dq = 0.0;
+            for (size_t n = 0; n < r.keys.size(); ++n) {
+                const double slope = r.p[n] * r.dtanh[n];
+                const double k2    = length2(&vk[(r.kv_head * a.kv + r.keys[n]) * a.hsk], a.hsk);
+                const double ds2   = square(slope * (dp[n].sum - d_sum));
+                const double of_ds = ds2 * (r.of_score[n] + r.of_dtanh[n] + of_lse) + square(slope) * dp[n].squares;
+                of_dq += (of_ds + a.kv * ds2) * k2;
+                d_into_dq += slope * sqrt(k2);
+                if (r.keys[n] >= a.kv_first && r.keys[n] < end) {
+                    of_dk += of_ds + a.nb * group * ds2 + square(slope) * of_d;
+                    of_dv += square(r.p[n]) * (r.of_score[n] + of_lse + a.nb * group);
+                }
+            }
+            const int64_t head = r.s * a.nh + r.h;
+            rounding[GGML_FLASH_ATTN_BACK_DQ][head] += unit * scale2 * (of_dq + of_d * square(d_into_dq));
+            rounding[GGML_FLASH_ATTN_BACK_DK][r.kv_head] += unit * scale2 * length2(q_row, a.hsk) * of_dk;
+            rounding[GGML_FLASH_ATTN_BACK_DV][r.kv_head] += unit * length2(d_row, a.hsv) * of_dv;
+            rounding[GGML_FLASH_ATTN_BACK_LSE][head] += unit * of_lse;
+            rounding[GGML_FLASH_ATTN_BACK_D][head] += unit * of_d;
+            if (a.sinks) {
+                const double p_sink = exp(vs[r.h] - r.lse);
+                rounding[GGML_FLASH_ATTN_BACK_DSINKS][0] += unit * square(p_sink) * (of_d + square(d_sum) * (of_lse + a.nb));
+            }
+        }
+    }
+
+    // whether the device that holds the node computes it in F32
+    bool takes_f32_path() const {
+        ggml_backend_dev_t dev = ggml_backend_buft_get_device(ggml_backend_buffer_get_type(back->buffer)); // none: host memory
+        dev                    = dev ? dev : ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU);
+        const auto path        = (ggml_backend_flash_attn_back_path_t) ggml_backend_reg_get_proc_address(
+            ggml_backend_dev_backend_reg(dev), "ggml_backend_flash_attn_back_path");
+        const std::string name = path ? path(dev, back) : "";
+        return std::find(std::begin(flash_attn_back_f32_paths), std::end(flash_attn_back_f32_paths), name) != std::end(flash_attn_back_f32_paths);
     }
 
     void initialize_tensors(ggml_context * ctx) override {
@@ -338,8 +475,10 @@ struct test_flash_attn_back : public test_case {
             }
         }
 
+        f32   = takes_f32_path();
+        limit = f32 ? flash_attn_back_limit_f32_nmse : flash_attn_back_limit_nmse;
+
         std::mt19937 rng = a.make_rng();
-        std::vector<ggml_fp16_t> vm;
         if (mask) {
             vm = a.make_mask(rng);
             ggml_backend_tensor_set(mask, vm.data(), 0, vm.size() * sizeof(ggml_fp16_t));
@@ -374,11 +513,11 @@ struct test_flash_attn_back : public test_case {
         }
         flops = 2 * (pairs * (a.hsk + a.hsv + (a.wants('q') ? a.hsk : 0)) + pairs_in_window * ((a.wants('k') ? a.hsk : 0) + (a.wants('v') ? a.hsv : 0)));
 
-        std::vector<float> vq = a.draw(rng, ggml_nelements(q));
-        std::vector<float> vk = a.draw(rng, ggml_nelements(k));
-        std::vector<float> vv = a.draw(rng, ggml_nelements(v));
-        std::vector<float> vd = a.draw(rng, ggml_nelements(d));
-        std::vector<float> vs = a.draw(rng, a.sinks ? a.nh : 0);
+        vq = a.draw(rng, ggml_nelements(q));
+        vk = a.draw(rng, ggml_nelements(k));
+        vv = a.draw(rng, ggml_nelements(v));
+        vd = a.draw(rng, ggml_nelements(d));
+        vs = a.draw(rng, a.sinks ? a.nh : 0);
 
         const std::vector<float> mean = a.draw(rng, a.hsk);
         for (size_t i = 0; i < vq.size(); ++i) {
@@ -415,16 +554,22 @@ struct test_flash_attn_back : public test_case {
 
         const std::vector<uint8_t> bytes_k = store(k, vk, unseen);
         const std::vector<uint8_t> bytes_v = a.vview ? bytes_k : store(v, vv, unseen);
+        const std::vector<uint8_t> bytes_d = store(d, vd);
         set(q, store(q, vq));
         set(k, bytes_k);
         set(v, bytes_v);
-        set(d, store(d, vd));
+        set(d, bytes_d);
         if (sinks) {
             set(sinks, store(sinks, vs));
         }
+        if (mode == MODE_TEST) {
+            vk = load(k, bytes_k);
+            vv = load(v, bytes_v);
+            vd = load(d, bytes_d);
+            vo = o ? forward() : vo;
+        }
         if (o) {
-            const bool exact = mode == MODE_TEST; // timings do not depend on it
-            set(o, store(o, exact ? forward(vq, load(k, bytes_k), load(v, bytes_v), vm, vs) : a.draw(rng, ggml_nelements(o))));
+            set(o, store(o, mode == MODE_TEST ? vo : a.draw(rng, ggml_nelements(o)))); // timings do not depend on it
         }
     }
 
@@ -433,9 +578,8 @@ struct test_flash_attn_back : public test_case {
         return flops;
     }
 
-    // NMSE; for what cancels to zero up to the rounding of the other backend's F32, the error against the size of what was summed, in units of
-    // its own limit
-    static double part_nmse(const float * got, const float * want, int64_t n, double size = 0.0) {
+    // NMSE; for what fp16 cannot hold where the sums cancel to zero, and what F32 cannot hold, the error in units of its own limit
+    double part_nmse(const float * got, const float * want, int64_t n, double size, const std::function<double()> & of_f32) const {
         double error = 0.0, norm = 0.0;
         for (int64_t i = 0; i < n; ++i) {
             if (got[i] != want[i]) { // also equal infinities, the LSE of rows without keys
@@ -443,15 +587,18 @@ struct test_flash_attn_back : public test_case {
             }
             norm += std::isinf(want[i]) ? 0.0 : (double) want[i] * want[i];
         }
-        if (error > 0.0 && norm <= 1e-12 * size) {
+        if (!f32 && error > 0.0 && norm <= 1e-12 * size) {
             return error / size * (flash_attn_back_limit_nmse / flash_attn_back_limit_zero);
+        }
+        if (error > limit / 10.0 * norm) {
+            norm += flash_attn_back_limit_rounding / limit * of_f32();
         }
         return error == 0.0 ? 0.0 : error / norm;
     }
 
     double err(const float * got, const float * want, size_t n) override {
         if (n != (size_t) ggml_nelements(back)) {
-            return part_nmse(got, want, n); // a sentinel
+            return nmse(got, want, n); // a sentinel
         }
         const int64_t kv_count = a.kv_count > 0 ? a.kv_count : a.kv;
         const struct {
@@ -471,11 +618,23 @@ struct test_flash_attn_back : public test_case {
                 continue;
             }
             const size_t offset = ggml_flash_attn_back_offset(back, p.part) / sizeof(float);
-            worst               = std::max(worst, part_nmse(got + offset, want + offset, p.head * p.heads, summed[p.part] * p.heads));
+            const auto compare  = [&](int64_t first, int64_t n) { // heads
+                const int64_t at  = offset + first * p.head;
+                const auto of_f32 = [&] {
+                    if (rounding[p.part].empty()) {
+                        find_rounding();
+                    }
+                    return std::accumulate(rounding[p.part].begin() + first, rounding[p.part].begin() + first + n, 0.0);
+                };
+                worst = std::max(worst, part_nmse(got + at, want + at, n * p.head, n * summed[p.part], of_f32));
+            };
+            compare(0, p.heads);
             for (int64_t head = 0; head < p.heads; ++head) {
-                worst = std::max(worst, part_nmse(got + offset + head * p.head, want + offset + head * p.head, p.head, summed[p.part]));
+                compare(head, 1);
             }
         }
+        vq = vk = vv = vd = vs = vo = {};
+        vm                          = {};
         return worst;
     }
 };
