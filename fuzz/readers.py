@@ -27,7 +27,20 @@ from typing import Any, TypeVar
 import gguf as gguf_format
 import numpy as np
 
-from pyharness import capture_file, digest, errors, receipt, signing, statement, tables, tree, verify
+from pyharness import (
+    capture_file,
+    differences,
+    digest,
+    errors,
+    pages,
+    receipt,
+    show,
+    signing,
+    statement,
+    tables,
+    tree,
+    verify,
+)
 
 T = TypeVar("T")
 
@@ -223,7 +236,7 @@ def safetensors(data: bytes) -> None:
 
 def _receipts() -> list[statement.Document]:
     """A committed receipt of every mode, with its first records only."""
-    latest = {path.name.split("-")[1]: path for path in receipt.listed()}
+    latest = {path.name.split("-")[1]: path for path in pages.listed()}
     found = [statement.read(path) for path in latest.values()]
     for document in found:
         body = document["predicate"]["receipt"]
@@ -265,12 +278,12 @@ def receipts(data: bytes) -> None:
         assert all(finding.text for finding in findings[0])
         found = attempt(lambda: statement.read(path))
         if found:
-            receipt.summary(found[0])
-            receipt.markdown([found[0]])
+            show.summary(found[0])
+            show.markdown([found[0]])
             if found[0]["predicate"]["receipt"]["perf"]:
                 tables.peers_table(found[0]["predicate"]["receipt"]["perf"])
-            list(receipt.differences(first, found[0]))
-            list(receipt.differences(found[0], first))
+            list(differences.differences(first, found[0]))
+            list(differences.differences(found[0], first))
         else:
             assert verify.exit_code(findings[0]) == verify.INVALID
 

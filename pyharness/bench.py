@@ -5,12 +5,10 @@ from __future__ import annotations
 import re
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from . import cuda, errors
-
-if TYPE_CHECKING:
-    from .ggml import Device, Library
+from .ggml import Device, Library
 
 Sample = tuple[int | None, int | None]
 """Host and device nanoseconds of one run; None where the device has no clock of its own, or the host's says nothing."""

@@ -23,7 +23,7 @@ from gguf import quants
 from . import build, capture_file, cases, errors, reference
 from .capture_file import Capture
 from .cases import Case
-from .inputs import Inputs
+from .operands import Inputs
 
 Array = npt.NDArray[Any]
 

@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from . import build, cases, errors
 from .cases import Case
-from .inputs import Inputs
+from .operands import Inputs
 
 Array = npt.NDArray[Any]
 

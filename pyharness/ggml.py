@@ -30,7 +30,8 @@ from numpy.typing import NDArray
 from . import commands, errors
 from .cases import PARTS, TYPES, Case, block
 from .ggml_cdef import CDEF, SOURCE
-from .inputs import Inputs, blank
+from .inputs import blank
+from .operands import Inputs
 
 ROOT = Path(__file__).resolve().parent.parent
 MODULE = "_pyharness_ggml"

@@ -17,9 +17,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from . import cases, errors, ggml, inputs, options, report
+from . import cases, errors, ggml, inputs, operands, options, report
 from .cases import Case
-from .oracle import CaseResult, PartResult, exit_code
+from .oracle import exit_code
+from .result import CaseResult, PartResult
 
 F64 = NDArray[np.float64]
 
@@ -35,7 +36,7 @@ OP_PARAM_GRADS = 5  # slot of the wanted gradients, after the forward's
 class _Problem:
     """A loss twice: as a function of float64 arrays, and as a ggml graph over parameters of the same shapes."""
 
-    given: inputs.Inputs
+    given: operands.Inputs
     graph: str
     values: dict[str, F64]  # the parameters and constants, numpy axis order
 
@@ -137,7 +138,7 @@ def graphs(case: Case) -> list[str]:
     return [graph for graph in GRAPHS if alike or graph != "shared"]
 
 
-def _values(given: inputs.Inputs, graph: str) -> dict[str, F64]:
+def _values(given: operands.Inputs, graph: str) -> dict[str, F64]:
     """The arrays that stand in the graph, rounded as the casts round them; keys that no row sees are zeros."""
     q, k, v, _ = given.shown()
     values: dict[str, F64] = {name: x.astype(np.float64) for name, x in (("q", q), ("k", k), ("v", v))}
@@ -155,7 +156,7 @@ def _values(given: inputs.Inputs, graph: str) -> dict[str, F64]:
     return values
 
 
-def _wanted(given: inputs.Inputs, graph: str) -> list[str]:
+def _wanted(given: operands.Inputs, graph: str) -> list[str]:
     """Names of the parameters."""
     names = {"dq": "q", "dk": "k", "dv": "k" if graph == "shared" else "v", "dsinks": "sinks"}
     return list(dict.fromkeys(names[part] for part in given.grads))

@@ -15,7 +15,6 @@ operator runs that forward its output is a part like the others; ggml's own is m
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import functools
 import os
 import queue
@@ -29,65 +28,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from . import cases, errors, ggml, inputs, options, reference, report
+from . import cases, errors, ggml, inputs, monitor, operands, options, reference, report, statement, writing
 from .cases import Case
+from .result import CaseResult, Forward, PartResult
 
 F64 = NDArray[np.float64]
 
 # a reference this small against its operands is zero up to float64 rounding
 CANCELLED = 1e-9
-
-AXES = {"dq": "shic", "dk": "sgjc", "dv": "sgjc", "lse": "shi", "d": "shi", "dsinks": "h", "o": "shic"}
-
-
-@dataclasses.dataclass(frozen=True)
-class PartResult:
-    """How one part compares. Indices are logical: (s, h, i, c), (s, g, j, c) with j from key 0, (s, h, i), (h)."""
-
-    part: str
-    nmse: float
-    worst_head: tuple[int, ...]
-    worst_head_nmse: float
-    worst_row: tuple[int, ...]
-    worst_row_nmse: float
-    worst_index: tuple[int, ...]
-    got: float
-    want: float
-    limit: float
-    passed: bool
-    why: str = ""  # what other than the NMSE failed
-
-    def place(self) -> str:
-        """The worst index with its axes named."""
-        return ", ".join(f"{axis}={i}" for axis, i in zip(AXES[self.part], self.worst_index, strict=True))
-
-
-@dataclasses.dataclass(frozen=True)
-class Forward:
-    """Whose forward a pair ran, ggml's own or a path's, and the NMSE of its output; a path's is a part, too."""
-
-    by: str
-    nmse: float
-    worst_head_nmse: float
-
-
-@dataclasses.dataclass(frozen=True)
-class CaseResult:
-    """How one case went on one device."""
-
-    case: Case
-    device: str
-    seed: int  # the case's own
-    status: str  # "ok", "failed", "unsupported" or "skipped"
-    reason: str = ""
-    parts: dict[str, PartResult] = dataclasses.field(default_factory=dict)
-    digests: dict[str, str] = dataclasses.field(default_factory=dict)
-    digest: str = ""
-    path: str = ""
-    seconds: float = 0.0  # of the computation, not of the reference
-    repeats: int = 1
-    distinct: int = 1  # different digests among the repeats
-    forward: Forward | None = None  # of a pair
 
 
 def check(
@@ -141,7 +89,7 @@ def check(
 
 
 def compare(
-    given: inputs.Inputs, result: ggml.Result, want: dict[str, F64], limits: dict[str, float] | None = None
+    given: operands.Inputs, result: ggml.Result, want: dict[str, F64], limits: dict[str, float] | None = None
 ) -> dict[str, PartResult]:
     """Each part of a result against the reference."""
     bounds = limits or cases.limits()
@@ -167,7 +115,7 @@ def compare(
 
 def _compare(
     part: str,
-    given: inputs.Inputs,
+    given: operands.Inputs,
     got32: NDArray[np.float32],
     want: F64,
     zero: NDArray[np.bool_],
@@ -245,7 +193,7 @@ def _compare(
     )
 
 
-def _zeros(given: inputs.Inputs, want: dict[str, F64]) -> dict[str, NDArray[np.bool_]]:
+def _zeros(given: operands.Inputs, want: dict[str, F64]) -> dict[str, NDArray[np.bool_]]:
     """Elements of each part that the operator promises to be exactly zero, broadcast to the part's shape."""
     still = np.asarray((given.d == 0).all(axis=3)).transpose(0, 2, 1)  # [S, H, N]: no incoming gradient
     rows = still | ~given.sees() | np.isinf(want["lse"])
@@ -266,7 +214,7 @@ def _zeros(given: inputs.Inputs, want: dict[str, F64]) -> dict[str, NDArray[np.b
 class _Operands:
     """Squared size of what is summed in each head of a part: the scale of rounding errors where the sum cancels."""
 
-    def __init__(self, given: inputs.Inputs) -> None:
+    def __init__(self, given: operands.Inputs) -> None:
         s, h, hkv, _, _ = given.sizes
         self.shape, self.group = (s, h), h // hkv
         q, k, v, d = (np.square(x, dtype=np.float64).sum(axis=3) for x in given.shown())
@@ -311,8 +259,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of a run once its cases are known."""
-    from . import monitor
-
     options.backend(parser)
     options.seed(parser)
     options.strict(parser)
@@ -347,8 +293,6 @@ def run(args: argparse.Namespace) -> int:
 
 def last_failed(selected: list[Case], receipts: Path) -> list[Case]:
     """The cases that failed in the newest oracle receipt of a folder; all of them where none of them did."""
-    from . import statement
-
     newest = max(receipts.glob("*-oracle-*.json"), key=lambda path: path.stat().st_mtime_ns, default=None)
     records = statement.read(newest)["predicate"]["receipt"]["cases"] if newest else []
     failed = {record["case"] for record in records if record["status"] == "failed"}
@@ -359,13 +303,11 @@ def execute(args: argparse.Namespace, selected: list[Case], checks: Sequence[dic
     """Check cases on the devices that the options name, report, write the receipt; returns the exit code.
 
     `checks` were made before, as the receipt records them: one that did not pass makes it 1."""
-    from . import monitor, receipt
-
     with monitor.from_args(args) as watch:  # before the first allocation: to list CUDA devices makes a context
         library = options.library(args)
         devices = options.devices(args, library)
         if not args.no_receipt:
-            receipt.check_source(library)
+            writing.check_source(library)
         limits = cases.limits()
         work = [(device, case) for device in devices for case in selected]
         results: list[CaseResult] = []
@@ -378,21 +320,23 @@ def execute(args: argparse.Namespace, selected: list[Case], checks: Sequence[dic
                 partial = len(results) < len(work)
                 files = [args.case_file] if "case_file" in args else []
                 finished = time.time()
-                path = receipt.write(
+                path = statement.save(
                     args.receipts,
-                    args.verb,
-                    library,
-                    results,
-                    args.seed,
-                    partial,
-                    started,
-                    finished,
-                    files,
-                    exit_code=code,
-                    reason=reason,
-                    selection=receipt.selection(args, selected, devices),
-                    checks=checks,
-                    monitor=seen,
+                    statement.build(
+                        args.verb,
+                        library,
+                        results,
+                        seed=args.seed,
+                        partial=partial,
+                        started=started,
+                        finished=finished,
+                        case_files=files,
+                        exit_code=code,
+                        reason=reason,
+                        selection=writing.selection(args, selected, devices),
+                        checks=checks,
+                        monitor=seen,
+                    ),
                 )
                 print(f"receipt {options.label(path)} ({path})", file=sys.stderr)
 

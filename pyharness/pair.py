@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from . import errors
 from .cases import PARTS, TYPES, block
 from .ggml import Device, Library, output_of, parts_of
-from .inputs import Inputs
+from .operands import Inputs
 
 F32 = NDArray[np.float32]
 Shown = tuple[F32, F32, F32, F32]

@@ -13,7 +13,7 @@ import time
 import types
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -22,11 +22,9 @@ from numpy.typing import NDArray
 from . import cuda, fa3, pair
 from .bench import Bench, Sample
 from .cases import GGML
-from .inputs import Inputs
+from .ggml import Device, Library
+from .operands import Inputs
 from .statement import OURS
-
-if TYPE_CHECKING:
-    from .ggml import Device, Library
 
 NAMES = (*cuda.PATHS, "unfused", "torch", "fa3")
 F32 = NDArray[np.float32]

@@ -28,20 +28,18 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from . import cases, cuda, errors, inputs, monitor, options, peers, receipt, reference, statement, tables, timing
+from . import cases, cuda, errors, inputs, monitor, options, peers, reference, statement, tables, timing, writing
 from .bench import Bench, Sample
-from .inputs import Inputs
+from .cases import Case
+from .ggml import Device, Library
+from .operands import Inputs
 from .peers import PASSES
-from .statement import OURS, Document
-
-if TYPE_CHECKING:
-    from .cases import Case
-    from .ggml import Device, Library
+from .statement import OURS
 
 RUNS = 20
 WARMUPS = 3
@@ -58,26 +56,6 @@ FORMULA = {
 NO_CEILINGS = {"compute_flop_per_s": None, "memory_bytes_per_s": None, "how": ""}
 
 # ---- samples ----
-
-
-def against_base(measurements: Sequence[dict[str, Any]], base: Document, throttled: bool = False) -> dict[str, Any]:
-    """Each timing against the same one of an earlier receipt; undecided where intervals meet or a GPU was throttled."""
-    body = base["predicate"]["receipt"]
-    earlier = {
-        (r["case"], r["device"], r["who"], r["pass"], t["l2"], t["clock"]): t
-        for r in (body["perf"] or {"measurements": []})["measurements"]
-        for t in r["timings"]
-    }
-    comparisons = []
-    for record in measurements:
-        for t in record["timings"]:
-            key = (record["case"], record["device"], record["who"], record["pass"], t["l2"], t["clock"])
-            if key in earlier:
-                ratio, verdict = timing.compare(t, earlier[key])
-                names = dict(zip(("case", "device", "who", "pass", "l2", "clock"), key, strict=True))
-                settled = "undecided" if throttled or body["perf"]["throttled"] else verdict
-                comparisons.append({**names, "ratio": statement.number(ratio), "verdict": settled})
-    return {"id": body["id"], "comparisons": comparisons}
 
 
 def sample(run: Callable[[], Sample], flush: Callable[[], None], runs: int, cold: bool) -> list[dict[str, Any]]:
@@ -399,7 +377,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--receipts",
         type=Path,
-        default=receipt.DIRECTORY,
+        default=options.RECEIPTS,
         metavar="DIR",
         help="where the receipt goes (default: receipts)",
     )
@@ -431,25 +409,27 @@ def run(args: argparse.Namespace) -> int:
     def finish(partial: bool, code: int, reason: str = "") -> None:
         found["throttled"] = watch.throttled if watch.baseline is not None else None
         if base is not None:
-            found["base"] = against_base(measurements, base, throttled=bool(found["throttled"]))
+            found["base"] = timing.against_base(measurements, base, throttled=bool(found["throttled"]))
         _print(args.output, found, watch)
         if not args.no_receipt:
             files, seen = [args.case_file], watch.report()
-            path = receipt.write(
+            path = statement.save(
                 args.receipts,
-                "perf",
-                library,
-                [],
-                args.seed,
-                partial,
-                started,
-                time.time(),
-                files,
-                exit_code=code,
-                reason=reason,
-                selection=receipt.selection(args, selected, devices),
-                monitor=seen,
-                perf=found,
+                statement.build(
+                    "perf",
+                    library,
+                    [],
+                    seed=args.seed,
+                    partial=partial,
+                    started=started,
+                    finished=time.time(),
+                    case_files=files,
+                    exit_code=code,
+                    reason=reason,
+                    selection=writing.selection(args, selected, devices),
+                    monitor=seen,
+                    perf=found,
+                ),
             )
             print(f"receipt {options.label(path)} ({path})", file=sys.stderr, flush=True)
 
@@ -461,7 +441,7 @@ def run(args: argparse.Namespace) -> int:
 
     with watch:
         library = options.library(args)
-        receipt.check_source(library)
+        writing.check_source(library)
         otherwise, library.on_abort = library.on_abort, aborted
         devices = options.devices(args, library)
         if not chosen and all(device.name == "CPU" for device in devices):

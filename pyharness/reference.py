@@ -10,14 +10,13 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 from threadpoolctl import threadpool_limits
 
-if TYPE_CHECKING:
-    from .inputs import Inputs
+from .operands import Inputs
 
 F64 = NDArray[np.float64]
 T = TypeVar("T")

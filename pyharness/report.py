@@ -13,7 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from rich.console import Console, ConsoleOptions, ConsoleRenderable, RenderableType, RenderResult
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -21,9 +21,7 @@ from rich.text import Text
 
 from . import commands
 from .cases import CHECKED, Case
-
-if TYPE_CHECKING:
-    from .oracle import CaseResult, PartResult
+from .result import CaseResult, PartResult
 
 SCHEMA_VERSION = "1.0"
 COLOURS = {"ok": "green", "failed": "bold red", "unsupported": "yellow", "skipped": "yellow"}

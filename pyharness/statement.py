@@ -18,25 +18,24 @@ import sys
 import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jsonschema
 import rfc8785
 
-from . import cases, commits, digest, environment, errors
+from . import capture_file, cases, commits, digest, environment, errors
 from .cases import Case
 from .digest import ROOT
+from .folder import Folder
+from .ggml import Library
 from .monitor import public
+from .result import CaseResult, PartResult
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
 
-if TYPE_CHECKING:
-    from .ggml import Library
-    from .oracle import CaseResult, PartResult
-    from .summary import Folder
 
 Document = dict[str, Any]
 
@@ -49,9 +48,21 @@ OPERATOR, FORWARD = "flash_attn_back", "flash_attn_ext"
 OURS = {"forward": FORWARD, "backward": OPERATOR, "forward+backward": f"{FORWARD} + {OPERATOR}"}
 """`who` of a measurement of ours by its pass; every other name is a peer."""
 
-MEASURES = {"capture_file", "cases", "ggml", "ggml_cdef", "inputs", "oracle", "quant", "reference", "stress"}
+MEASURES = {
+    "capture_file",
+    "cases",
+    "ggml",
+    "ggml_cdef",
+    "inputs",
+    "operands",
+    "oracle",
+    "quant",
+    "reference",
+    "result",
+    "stress",
+}
 MEASURES_PERF = MEASURES | {"bench", "cuda", "fa3", "pair", "peers", "perf", "timing"}
-MEASURES_TRAIN = {"tiny", "train"}
+MEASURES_TRAIN = {"losses", "tiny", "train"}
 """Modules of the harness that decide a result; the others may change without making a receipt stale."""
 
 
@@ -358,8 +369,6 @@ def build(
     if check:
         extra += [("harness", path) for path in (root / "tests").glob("*.py")]
     if any(r.case.capture for r in results):
-        from . import capture_file
-
         extra += [("data", capture_file.path(r.case.capture)) for r in results if r.case.capture]
     own = inputs(mode, root=root)
     pins = tomllib.loads((root / "ggml/upstream.toml").read_text(encoding="utf-8"))

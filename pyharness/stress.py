@@ -26,7 +26,7 @@ import numpy as np
 import psutil
 from numpy.typing import NDArray
 
-from . import cases, cuda, errors, ggml, inputs, monitor, options, oracle, receipt, statement
+from . import cases, cuda, errors, ggml, inputs, monitor, operands, options, oracle, result, statement, writing
 from .cases import Case
 
 MIB = 1 << 20
@@ -106,7 +106,7 @@ def repeat(args: argparse.Namespace) -> int:
                 ended.append(error)
 
         thread = threading.Thread(target=compete)
-        results: list[oracle.CaseResult] = []
+        results: list[result.CaseResult] = []
         with busy:
             thread.start()
             try:
@@ -128,20 +128,22 @@ def repeat(args: argparse.Namespace) -> int:
             ran = [result for result in results if result.status != "unsupported"]
             same = sum(result.status == "ok" for result in ran)
             code = errors.exit_code(problem) if problem else int(same < len(ran) or not ran)
-            path = receipt.write(
+            path = statement.save(
                 args.out,
-                "oracle",
-                library,
-                results,
-                args.seed,
-                len(results) < len(listed),
-                started,
-                time.time(),
-                [],
-                exit_code=code,
-                reason=errors.reason(problem) if problem else "" if ran else "every case is unsupported",
-                selection=statement.selection(listed, listed, [device.name]),
-                monitor=watch.report(),
+                statement.build(
+                    "oracle",
+                    library,
+                    results,
+                    seed=args.seed,
+                    partial=len(results) < len(listed),
+                    started=started,
+                    finished=time.time(),
+                    case_files=[],
+                    exit_code=code,
+                    reason=errors.reason(problem) if problem else "" if ran else "every case is unsupported",
+                    selection=statement.selection(listed, listed, [device.name]),
+                    monitor=watch.report(),
+                ),
             )
             print(f"receipt {options.label(path)} ({path})")
     if problem:
@@ -153,7 +155,7 @@ def repeat(args: argparse.Namespace) -> int:
 
 def repeated(
     library: ggml.Library, device: ggml.Device, case: Case, seed: int, threads: int, repeats: int
-) -> oracle.CaseResult:
+) -> result.CaseResult:
     """The oracle's verdict on a case, and on whether so many more runs give the same bits."""
     result = oracle.check(library, device, case, seed, threads)
     if result.status != "ok":
@@ -315,7 +317,7 @@ class _Soak:
         self.cases = [case for case in listed if library.refusal(device, case) is None]
         if not self.cases:
             raise errors.Environment(f"{device.name} takes none of the cases")
-        self.given: list[inputs.Inputs] = []
+        self.given: list[operands.Inputs] = []
         for case in self.cases:
             progress(f"inputs of {len(self.given)} of {len(self.cases)} cases")
             self.given.append(inputs.make(case, seed))
@@ -565,7 +567,7 @@ def squeezed(library: ggml.Library, device: ggml.Device, case: Case, seed: int, 
         return _judged(given, session.result(), want, words)
 
 
-def _judged(given: inputs.Inputs, got: ggml.Result, want: ggml.Result, words: str) -> tuple[str, str]:
+def _judged(given: operands.Inputs, got: ggml.Result, want: ggml.Result, words: str) -> tuple[str, str]:
     if got.digest == want.digest:
         return "ok", words + "the same bits"
     parts = oracle.compare(given, got, {part: array.astype(np.float64) for part, array in want.parts.items()})
@@ -603,8 +605,6 @@ def broken(args: argparse.Namespace) -> int:
     library, device = _open(args)
     if not device.name.startswith("CUDA"):
         raise errors.Environment(f"{device.name} would end the process, not report")
-    from . import cli
-
     compute, runs = ggml.Session.compute, itertools.count()
 
     def wild(session: ggml.Session) -> float:
@@ -615,7 +615,11 @@ def broken(args: argparse.Namespace) -> int:
     ggml.Session.compute = wild  # type: ignore[assignment,method-assign]
     listed = ",".join(BROKEN.format(keys) for keys in (80, 81, 82))
     where = ["--libs", str(args.libs)] if args.libs else ["--preset", args.preset]
-    return cli.main(["oracle", "-b", device.name, "-o", listed, "--receipts", str(args.out), "--no-monitor", *where])
+    words = ["-b", device.name, "-o", listed, "--receipts", str(args.out), "--no-monitor", *where]
+    parser = argparse.ArgumentParser()
+    parser.set_defaults(verb="oracle")
+    oracle.add_arguments(parser)
+    return oracle.run(parser.parse_args(words))
 
 
 # ---- ----
@@ -623,7 +627,7 @@ def broken(args: argparse.Namespace) -> int:
 
 def _open(args: argparse.Namespace) -> tuple[ggml.Library, ggml.Device]:
     library = options.library(args)
-    receipt.check_source(library)
+    writing.check_source(library)
     (device,) = options.devices(args, library)
     return library, device
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from . import statement
+from .statement import Document
 
 UNSTABLE = 0.05
 """A median whose MAD is a larger fraction of it than this is reported as unstable."""
@@ -61,3 +62,23 @@ def best_clock(record: dict[str, Any], l2: str) -> dict[str, Any]:
     found = [t for t in record["timings"] if t["l2"] == l2] or record["timings"]
     timing: dict[str, Any] = min(found, key=lambda t: t["clock"] != "device")
     return timing
+
+
+def against_base(measurements: Sequence[dict[str, Any]], base: Document, throttled: bool = False) -> dict[str, Any]:
+    """Each timing against the same one of an earlier receipt; undecided where intervals meet or a GPU was throttled."""
+    body = base["predicate"]["receipt"]
+    earlier = {
+        (r["case"], r["device"], r["who"], r["pass"], t["l2"], t["clock"]): t
+        for r in (body["perf"] or {"measurements": []})["measurements"]
+        for t in r["timings"]
+    }
+    comparisons = []
+    for record in measurements:
+        for t in record["timings"]:
+            key = (record["case"], record["device"], record["who"], record["pass"], t["l2"], t["clock"])
+            if key in earlier:
+                ratio, verdict = compare(t, earlier[key])
+                names = dict(zip(("case", "device", "who", "pass", "l2", "clock"), key, strict=True))
+                settled = "undecided" if throttled or body["perf"]["throttled"] else verdict
+                comparisons.append({**names, "ratio": statement.number(ratio), "verdict": settled})
+    return {"id": body["id"], "comparisons": comparisons}

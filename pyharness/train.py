@@ -21,39 +21,25 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 import gguf
 import numpy as np
 import numpy.typing as npt
 
-from . import build, cuda, errors, tiny
+from . import build, capture_file, cuda, errors, ggml, options, statement, tiny, writing
 from .digest import ROOT
-
-if TYPE_CHECKING:
-    from . import ggml
+from .losses import LIMITS, NOISE, Check, apart, compare
 
 PROGRAM = "flash-attn-train"
 VOCABULARY = "models/ggml-vocab-llama-spm.gguf"
 
 
-@dataclasses.dataclass(frozen=True)
-class Limits:
-    """How far flash attention on may be from off: relative error of a loss, NMSE of a parameter's gradient."""
-
-    loss: float
-    gradient: float
-
-
-LIMITS = {"cpu": Limits(1e-4, 1e-6), "cuda": Limits(1e-3, 1e-5)}
-
 SCHEDULE = {"lr": 3e-4, "warmup": 10}
 """AdamW's learning rate and in how many steps it rises to that; at 1e-3 from the first on, rounding grows too much."""
 
-NOISE = 1e-6
-"""Relative change of the weights of a control run: a training that lets it grow past the limit cannot tell a fault."""
 
 CELLS = 256
 """What llama.cpp rounds a context up to; training takes no other."""
@@ -177,17 +163,6 @@ def execute(
         return Run(command, code, events, messages.read() + late)
 
 
-def apart(one: Sequence[float], other: Sequence[float]) -> list[float]:
-    """Relative error of another run's loss in each step."""
-    with np.errstate(all="ignore"):
-        return [float(np.divide(abs(b - a), abs(a))) for a, b in zip(one, other, strict=True)]
-
-
-def severity(error: float) -> tuple[bool, float]:
-    """Orders errors: NaN is the worst."""
-    return error != error, error
-
-
 def require(run: Run) -> Run:
     """The run, if it ended well; errors.Environment with its problem if not."""
     if run.exit_code:
@@ -225,7 +200,7 @@ def prepare(preset: str) -> Path:
 
 def prepare_stock(root: Path = ROOT) -> Path:
     """The training program on upstream's pinned llama.cpp, without the patch, built with upstream's own CMake files."""
-    from . import tree
+    from . import tree  # only a build needs its packages
 
     pin = tree.base()
     source, binary = root / "build/stock" / pin.folder, root / "build/stock/bin"
@@ -259,7 +234,7 @@ def corpus() -> str:
 
 def vocabulary(root: Path = ROOT) -> Path:
     """The tokenizer that upstream's tree ships."""
-    from . import tree
+    from . import tree  # only a build needs its packages
 
     return root / "build/upstream" / tree.base().folder / VOCABULARY
 
@@ -325,40 +300,6 @@ def run(args: argparse.Namespace) -> int:
     device = "none" if args.device == "cpu" else "CUDA0"
     common = {"device": device, "threads": args.threads}
     return bench(args, program, model, text, common) if args.bench else demo(args, program, model, text, common)
-
-
-@dataclasses.dataclass(frozen=True)
-class Check:
-    """One claim of the demonstration: what was found, what it may be at most."""
-
-    name: str
-    found: float
-    limit: float
-
-    @property
-    def passed(self) -> bool:
-        """NaN does not pass."""
-        return self.found <= self.limit
-
-
-def compare(
-    losses: Mapping[str, Sequence[float]], gradients: Mapping[str, float], noise: float, limits: Limits
-) -> list[Check]:
-    """What follows from the losses of the runs off, on and control and from the gradients' errors alone.
-
-    A receipt holds these, so that whoever reads it can ask again."""
-    off, on = losses["off"], losses["on"]
-    fourth = max(len(on) // 4, 1)
-    with np.errstate(all="ignore"):
-        fall = float(np.divide(statistics.mean(on[-fourth:]), statistics.mean(on[:fourth])))
-    on_off, control = (max(apart(off, other), key=severity) for other in (on, losses["control"]))
-    worst = max(sorted(gradients), key=lambda name: severity(gradients[name]))
-    return [
-        Check("losses, relative error", on_off, limits.loss),
-        Check(f"the same of two runs with it off, weights {noise} apart", control, limits.loss),
-        Check("loss falls: mean of the last quarter over that of the first", fall, 0.99),
-        Check(f"gradients of {len(gradients)} parameters, worst NMSE ({worst})", gradients[worst], limits.gradient),
-    ]
 
 
 def demo(args: argparse.Namespace, program: Path, model: Path, text: Path, common: dict[str, Any]) -> int:
@@ -432,10 +373,8 @@ def demo(args: argparse.Namespace, program: Path, model: Path, text: Path, commo
 
 def load(directory: Path) -> ggml.Library:
     """The libraries that train, in this process as well, if they were built from this tree: for the receipt."""
-    from . import ggml, receipt
-
     library = ggml.Library.open(directory)
-    receipt.check_source(library)
+    writing.check_source(library)
     return library
 
 
@@ -451,8 +390,6 @@ def stamp(
     started: float,
 ) -> None:
     """Writes the receipt."""
-    from . import options, receipt, statement
-
     number = statement.number
     (start,) = runs["on"].all("start")
     train = {
@@ -471,17 +408,26 @@ def stamp(
             {"name": c.name, "found": number(c.found), "limit": number(c.limit), "passed": c.passed} for c in checks
         ],
     }
-    path = receipt.write(
-        args.receipts, "train", library, [], seed=0, partial=False, started=started, finished=time.time(),
-        case_files=[], exit_code=int(not all(check.passed for check in checks)), train=train,
-    )  # fmt: skip
+    path = statement.save(
+        args.receipts,
+        statement.build(
+            "train",
+            library,
+            [],
+            seed=0,
+            partial=False,
+            started=started,
+            finished=time.time(),
+            case_files=[],
+            exit_code=int(not all(check.passed for check in checks)),
+            train=train,
+        ),
+    )
     print(f"receipt {options.label(path)} ({path})", file=sys.stderr)
 
 
 def trained(args: argparse.Namespace, program: Path, model: Path, text: Path) -> dict[str, Any]:
     """What was trained with what, as a receipt records it."""
-    from . import statement
-
     return {
         "device": args.device,
         "shape": {"name": args.shape, **dataclasses.asdict(tiny.SHAPES[args.shape])},
@@ -496,8 +442,6 @@ def trained(args: argparse.Namespace, program: Path, model: Path, text: Path) ->
 
 def measured(one: Run) -> dict[str, Any]:
     """Losses, times and memory of a run, as a receipt records them."""
-    from . import statement
-
     return {
         "losses": [statement.number(loss) for loss in one.losses],
         "steps_ns": [round(seconds * 1e9) for seconds in one.seconds],
@@ -507,8 +451,6 @@ def measured(one: Run) -> dict[str, Any]:
 
 def capture(args: argparse.Namespace, program: Path, model: Path, text: Path, common: dict[str, Any]) -> None:
     """Captures (docs/captures.md) of the first and the last layer's attention in the middle of the training."""
-    from . import capture_file
-
     args.capture.mkdir(parents=True, exist_ok=True)
     whole, rows = args.out / "capture.gguf", slice(-args.capture_rows if args.capture_rows else None, None)
     middle = max(args.steps // 2, 1)
@@ -572,8 +514,6 @@ BOX = 150.0
 
 def bench(args: argparse.Namespace, program: Path, model: Path, text: Path, common: dict[str, Any]) -> int:
     """Step time and memory by context, flash attention off and on; on a GPU the longest context of a 24 GiB card."""
-    from . import options, receipt
-
     started = time.time()
     library = None if args.no_receipt else load(program.parent)
     timed: list[dict[str, Any]] = []
@@ -615,9 +555,20 @@ def bench(args: argparse.Namespace, program: Path, model: Path, text: Path, comm
     if library:
         longest = {"card_bytes": CARD, **record["longest"]} if record["longest"] else None
         found = {**trained(args, program, model, text), "runs": timed, "longest": longest}
-        path = receipt.write(
-            args.receipts, "train", library, [], seed=0, partial=False, started=started, finished=time.time(),
-            case_files=[], exit_code=0, bench=found,
-        )  # fmt: skip
+        path = statement.save(
+            args.receipts,
+            statement.build(
+                "train",
+                library,
+                [],
+                seed=0,
+                partial=False,
+                started=started,
+                finished=time.time(),
+                case_files=[],
+                exit_code=0,
+                bench=found,
+            ),
+        )
         print(f"receipt {options.label(path)} ({path})", file=sys.stderr)
     return 0

@@ -10,7 +10,6 @@ import contextlib
 import hashlib
 import math
 import os
-import random
 import signal
 import threading
 import warnings
@@ -20,13 +19,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from . import cases, commits, errors, signing, statement, summary, timing
+from . import cases, commits, errors, losses, monitor, signing, statement, summary, timing
 from .digest import ROOT
 from .statement import Document
 
 if TYPE_CHECKING:
-    from .ggml import Device, Library
-    from .train import Check
+    pass
 
 OK, FAILED, INVALID, STALE = 0, 1, 4, 6
 SECONDS = 10.0
@@ -363,15 +361,13 @@ def _train_sums(record: dict[str, Any]) -> Iterator[str]:
             yield f"{check.name}: is {then}, but losses and gradients give {statement.number(check.found)}"
 
 
-def _train_checks(record: dict[str, Any]) -> list[Check]:
+def _train_checks(record: dict[str, Any]) -> list[losses.Check]:
     """The checks that follow from what a training recorded; none from receipts that hold too little."""
-    from . import train
-
     if "control" not in record["runs"] or "noise" not in record:
         return []
-    losses = {name: [float(loss) for loss in run["losses"]] for name, run in record["runs"].items()}
+    found = {name: [float(loss) for loss in run["losses"]] for name, run in record["runs"].items()}
     gradients = {name: float(error) for name, error in record["gradients"].items()}
-    return train.compare(losses, gradients, float(record["noise"]), train.LIMITS[record["device"]])
+    return losses.compare(found, gradients, float(record["noise"]), losses.LIMITS[record["device"]])
 
 
 def _monitor_sums(report: dict[str, Any]) -> Iterator[str]:
@@ -383,8 +379,6 @@ def _monitor_sums(report: dict[str, Any]) -> Iterator[str]:
         if peak != device["peak_memory_bytes"]:
             yield f"monitor: the peak is {device['peak_memory_bytes']}, but the readings give {peak}"
     if device is not None:
-        from . import monitor
-
         yield from (f"monitor: {text}" for text in monitor.contradictions(device))
     if health is not None and health["failures"] != sum(poll[1] is None for poll in health["polls"]):
         yield f"monitor: {health['failures']} failed polls, but the polls say otherwise"
@@ -468,101 +462,6 @@ def same_error(then: dict[str, Any], now: dict[str, Any]) -> bool:
         or (math.isnan(float(then[name])) and math.isnan(float(now[name])))
         for name in ("nmse", "worst_head_nmse")
     )
-
-
-def replay(document: Document, library: Library, count: int, threads: int = 0) -> list[Finding]:
-    """Run `count` of the receipt's cases, chosen by its id, again; a perf receipt's are timed again.
-
-    With the same libraries on the same device the bits must be the same, and of the same bits the NMSE; otherwise every
-    case must end as it did, no worse than _worse allows. A time is reproduced unless the intervals part and the medians
-    differ by more than a quarter."""
-    body = document["predicate"]["receipt"]
-    timed = (body["perf"] or {"measurements": []})["measurements"]
-    measured = [r for r in timed if r["who"] in statement.OURS.values()]
-    records = [r for r in body["cases"] if r["status"] in ("ok", "failed")] + [r for r in measured if r["timings"]]
-    if not records:
-        return [Finding("replay", FAILED, "the receipt lists no case that ran")]
-    chosen = random.Random(body["id"]).sample(records, min(count, len(records)))
-    devices = {d.name: d for d in library.devices()}
-    found = []
-    for record in chosen:
-        device = devices.get(record["device"])
-        if device is None:
-            raise errors.Environment(f"cannot replay {statement.name_of(record)}: there is no {record['device']} here")
-        again = _replay_case if "status" in record else _replay_timing
-        code, text = again(record, body, library, device, threads)
-        found.append(Finding("replay", code, f"{statement.name_of(record)}: {text}"))
-    return found
-
-
-def _replay_case(
-    record: dict[str, Any], body: dict[str, Any], library: Library, device: Device, threads: int
-) -> tuple[int, str]:
-    from . import oracle
-
-    result = oracle.check(library, device, cases.Case.parse(record["case"]), body["seed"], threads=threads)
-    if result.status != record["status"]:
-        return FAILED, f"was {record['status']}, is {result.status} {result.reason}".rstrip()
-    same_bits = result.digest == record["digest"]
-    if not same_bits and _same_place(record, body, library, device):
-        return FAILED, "the same libraries gave other bits"
-    again = {name: statement.part_record(part) for name, part in result.parts.items()}
-    if again.keys() != record["parts"].keys():
-        return FAILED, f"had the parts {', '.join(record['parts'])}, has {', '.join(again)}"
-    for name, part in record["parts"].items():
-        then, now = statement.worst_nmse(part), statement.worst_nmse(again[name])
-        if (same_bits and not same_error(part, again[name])) or (not same_bits and _worse(then, now, body)):
-            return FAILED, f"{name}: NMSE {now:.3g}, the receipt has {then:.3g}"
-    worst = max(map(statement.worst_nmse, again.values()), default=float("nan"))
-    bits = "same bits" if same_bits else "other bits, another build or device"
-    return OK, f"{result.status} again, worst NMSE {worst:.3g}, {bits}"
-
-
-def _same_place(record: dict[str, Any], body: dict[str, Any], library: Library, device: Device) -> bool:
-    """Whether a record was made with these libraries on such a device: then its bits come again."""
-    then, now = ({i["name"]: i["sha256"] for i in items} for items in (body["libraries"], statement.libraries(library)))
-    return then == now and device.description in (
-        d["description"] for d in body["devices"] if d["name"] == record["device"]
-    )
-
-
-def _worse(then: float, now: float, body: dict[str, Any]) -> bool:
-    """Whether other bits have an error that another build or device of the same precision does not explain: ten times
-    the recorded one, and more than a thousandth of the limit."""
-    return not now <= max(10 * then, 1e-3 * float(body["limits"]["nmse"]))
-
-
-def _replay_timing(
-    record: dict[str, Any], body: dict[str, Any], library: Library, device: Device, threads: int
-) -> tuple[int, str]:
-    from . import monitor, perf
-
-    settings = perf.Settings(
-        library=library,
-        device=device,
-        seed=body["seed"],
-        threads=threads,
-        runs=body["perf"]["runs"],
-        cold=False,
-        error="none" if not record["error"] else "full" if record["error"]["scope"] == "all heads" else "slice",
-        peers=(),
-        budget=float("inf"),
-        ceilings=perf.NO_CEILINGS,
-        monitor=monitor.Monitor(None, reason="a replay"),
-        passes=(record["pass"],),
-    )
-    (again,) = perf.measure(cases.Case.parse(record["case"]), settings)
-    if again["unavailable"]:
-        return FAILED, f"ran then, now {again['unavailable']}"
-    then, now = timing.best_clock(record, "warm"), timing.best_clock(again, "warm")
-    ratio, verdict = timing.compare(now, then)
-    text = f"{float(then['median_ns']) / 1e6:.4g} ms then, {float(now['median_ns']) / 1e6:.4g} ms now"
-    for name, value in (record["error"] or {"nmse": {}})["nmse"].items():
-        recorded, found = float(value), float(again["error"]["nmse"][name])
-        same = math.isclose(recorded, found, rel_tol=1e-6, abs_tol=1e-25)
-        if not same and (_same_place(record, body, library, device) or _worse(recorded, found, body)):
-            return FAILED, f"{text}; {name}: NMSE {found:.3g}, the receipt has {recorded:.3g}"
-    return FAILED if verdict != "undecided" and not 0.8 <= ratio <= 1.25 else OK, text
 
 
 def manifest_of(source: str, places: list[Path]) -> dict[str, str] | None:

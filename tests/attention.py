@@ -21,7 +21,7 @@ from numpy.typing import ArrayLike, NDArray
 from pyharness import cases, ggml, oracle, reference
 from pyharness.cases import Case
 from pyharness.cuda import PATHS
-from pyharness.inputs import Inputs
+from pyharness.operands import Inputs
 
 NINF: float = -np.inf
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from pyharness import inputs, quant, reference
 from pyharness.cases import Case
-from pyharness.inputs import Inputs
+from pyharness.operands import Inputs
 
 F32 = NDArray[np.float32]
 Arrange = Callable[[NDArray[Any]], tuple[NDArray[Any], NDArray[Any]]]  # of an array: memory, and the view of it

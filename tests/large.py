@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from pyharness import ggml, oracle
 from pyharness.cases import PARTS, TYPES
 from pyharness.cuda import KERNEL_PATH, PATHS
-from pyharness.inputs import Inputs
+from pyharness.operands import Inputs
 
 F64 = NDArray[np.float64]
 

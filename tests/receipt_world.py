@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from pyharness import ggml, statement, train
+from pyharness import ggml, losses, statement, train
 from pyharness.digest import ROOT
 
 CASES = (
@@ -103,7 +103,7 @@ def trained(folder: Path, library: ggml.Library) -> Path:
         name: train.Run([], 0, [start, *({"event": "step", "loss": loss, "seconds": 0.25} for loss in losses)], "")
         for name, losses in RUNS.items()
     }
-    checks = train.compare(RUNS, GRADIENTS, train.NOISE, train.LIMITS["cpu"])
+    checks = losses.compare(RUNS, GRADIENTS, losses.NOISE, losses.LIMITS["cpu"])
     program, model, text = (folder / name for name in (train.PROGRAM, "model.gguf", "text.txt"))
     train.stamp(args, library, program, model, text, runs, GRADIENTS, checks, time.time())
     (path,) = receipts.iterdir()

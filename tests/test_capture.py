@@ -22,7 +22,7 @@ import pytest
 from pyharness import build, capture, capture_file, cases, cli, errors, ggml, oracle, quant, reference
 from pyharness.capture_file import Capture
 from pyharness.cases import Case
-from pyharness.inputs import Inputs
+from pyharness.operands import Inputs
 
 Array = npt.NDArray[Any]
 ROOT = Path(__file__).resolve().parent.parent

@@ -16,7 +16,7 @@ import pytest
 
 from pyharness import build, cli, commands, doctor, errors, ggml, report
 from pyharness.cases import Case
-from pyharness.oracle import CaseResult
+from pyharness.result import CaseResult
 
 CASE = "FLASH_ATTN_BACK(hsk=16,hsv=16,nh=4,nhkv=2,kv=20,nb=7)"
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from receipt_world import CASES, KERNEL, World, change, libraries, make
 
-from pyharness import commits, errors, receipt, statement, verify
+from pyharness import commits, errors, pages, statement, verify
 
 
 @pytest.fixture(scope="module")
@@ -223,7 +223,7 @@ def test_a_dirty_receipt_whose_files_no_commit_has_is_dirty(world: World) -> Non
     )
     (world.root / "receipts").joinpath("README.md").unlink(missing_ok=True)
     world.git("add", "receipts")
-    assert f"| {head(world)[:12]}, DIRTY |" in receipt.index(receipt.Shelf(world.root))
+    assert f"| {head(world)[:12]}, DIRTY |" in pages.index(pages.Shelf(world.root))
 
 
 def test_a_commit_with_another_source_of_the_operator_is_not_the_receipts(world: World) -> None:
@@ -271,4 +271,4 @@ def test_without_a_history_the_index_keeps_the_commits_that_it_names(world: Worl
     text = (world.root / "receipts/README.md").read_text()
     assert "DIRTY |" not in text
     shutil.rmtree(world.root / ".git")
-    assert receipt.index(receipt.Shelf(world.root)) == text
+    assert pages.index(pages.Shelf(world.root)) == text

@@ -12,7 +12,7 @@ from corners import CORNERS, LIMITS, ON_CPU, SHAPES, Draft
 from numpy.typing import NDArray
 
 from pyharness import ggml, oracle, reference
-from pyharness.inputs import Inputs
+from pyharness.operands import Inputs
 
 WORKSPACE = "GGML_CUDA_FATTN_BACK_WORKSPACE_MIB"
 

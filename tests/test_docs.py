@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pyharness import cases, cli, commits, receipt
+from pyharness import cases, cli, commits, pages
 from pyharness.digest import ROOT
 
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), ROOT / "tests/data/README.md"])
@@ -18,8 +18,8 @@ each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relativ
 
 
 @pytest.fixture(scope="module")
-def shelf() -> receipt.Shelf:
-    return receipt.Shelf()
+def shelf() -> pages.Shelf:
+    return pages.Shelf()
 
 
 def anchors(page: Path) -> set[str]:
@@ -88,9 +88,9 @@ def test_every_test_of_a_public_report_is_there() -> None:
 
 
 @each_page
-def test_a_figure_that_no_receipt_holds_yet_names_its_commit(page: Path, shelf: receipt.Shelf) -> None:
+def test_a_figure_that_no_receipt_holds_yet_names_its_commit(page: Path, shelf: pages.Shelf) -> None:
     text = page.read_text(encoding="utf-8")
-    for figure in receipt.unfilled(text, shelf):
+    for figure in pages.unfilled(text, shelf):
         assert re.search("commit `[0-9a-f]{7,40}`", figure), figure
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from receipt_world import CASES, KERNEL, World, change, libraries, make
 
-from pyharness import errors, figures, receipt, statement, summary, verify
+from pyharness import differences, errors, figures, pages, show, statement, summary, verify
 
 RANDOM = {"state": "ok", "exit_code": 0, "text": "7 ok, 2 refused", "seconds": 1.5, "counts": {"ok": 7, "refused": 2}}
 FAILED = {"state": "FAILED", "exit_code": 1, "text": f"{libraries()} | wrong", "seconds": 2.25}
@@ -49,7 +49,7 @@ def id12(path: Path) -> str:
 
 
 def filled(world: World, text: str) -> str:
-    return receipt.tables(text, receipt.Shelf(world.root))
+    return pages.filled(text, pages.Shelf(world.root))
 
 
 # ---- gpu-check's summary ----
@@ -111,11 +111,11 @@ def test_a_summary_that_contradicts_itself(world: World, edit: Callable[[Any], A
 def test_a_summary_is_shown_listed_and_compared(world: World) -> None:
     path = checked(world, {"random": RANDOM, "soak": FAILED})
     document = statement.read(path)
-    assert "| random | ok | 2 | 7 ok, 2 refused |" in receipt.summary(document)
-    assert "gpucheck: 1 of 2 steps ok | CPU " in receipt.index(receipt.Shelf(world.root))
+    assert "| random | ok | 2 | 7 ok, 2 refused |" in show.summary(document)
+    assert "gpucheck: 1 of 2 steps ok | CPU " in pages.index(pages.Shelf(world.root))
     other = statement.read(path)
     other["predicate"]["receipt"]["check"]["steps"]["soak"].update(state="ok", text="80 runs")
-    (line,) = receipt.differences(document, other)
+    (line,) = differences.differences(document, other)
     assert line.startswith("step     soak: FAILED ")
     assert line.endswith(" | wrong -> ok 80 runs")
 
@@ -179,8 +179,8 @@ def test_a_page_takes_each_step_from_the_newest_check_that_ran_it(world: World) 
     block = "<!-- receipt gpucheck -->\nby hand\n<!-- /receipt -->\n"
     inline = "<!-- receipt gpucheck soak.runs -->80<!-- /receipt -->\n"
     assert filled(world, block + inline) == block + inline
-    shelf = receipt.Shelf(world.root)
-    assert receipt.unfilled(block + inline, shelf) == ["by hand\n", "80"]
+    shelf = pages.Shelf(world.root)
+    assert pages.unfilled(block + inline, shelf) == ["by hand\n", "80"]
     old = checked(
         world, {"random": RANDOM | {"text": "old"}, "soak": FAILED | {"runs": 90}}, finished="2026-01-01T00:00:00Z"
     )
@@ -192,7 +192,7 @@ def test_a_page_takes_each_step_from_the_newest_check_that_ran_it(world: World) 
     assert "old |" not in text
     assert f"From receipts [`{id12(new)}`](/receipts/{new.name}), [`{id12(old)}`](/receipts/{old.name}).\n<!--" in text
     assert "soak.runs -->90<" in text
-    shelf = receipt.Shelf(world.root)
+    shelf = pages.Shelf(world.root)
     assert shelf.quoted(inline) == [id12(old)]
     assert shelf.quoted(text) == sorted([id12(old), id12(new)])
 

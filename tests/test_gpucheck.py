@@ -26,7 +26,7 @@ import pytest
 from attention import small
 from numpy.typing import NDArray
 
-from pyharness import cases, cli, cuda, errors, ggml, gpucheck, inputs, statement, stress
+from pyharness import cases, cli, cuda, errors, ggml, gpucheck, inputs, operands, statement, stress
 from pyharness.cases import Case
 
 CASE = str(small())
@@ -372,7 +372,7 @@ def test_a_soak_does_not_count_its_preparation(
 ) -> None:
     make = inputs.make
 
-    def slow(case: Case, seed: int) -> inputs.Inputs:
+    def slow(case: Case, seed: int) -> operands.Inputs:
         time.sleep(0.25)
         return make(case, seed)
 

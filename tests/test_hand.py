@@ -10,7 +10,7 @@ import pytest
 from attention import NINF, Operator, attention, heads
 
 from pyharness import reference
-from pyharness.inputs import Inputs
+from pyharness.operands import Inputs
 
 LN2, LN3 = log(2), log(3)
 DQ = 3 / 16 * LN3

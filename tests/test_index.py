@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from receipt_world import KERNEL, World, make
 
-from pyharness import errors, receipt, statement
+from pyharness import errors, pages, statement
 from pyharness.digest import ROOT
 
 
@@ -27,11 +27,11 @@ def world(original: World, tmp_path: Path) -> World:
 
 
 def test_the_repository_has_a_current_index() -> None:
-    assert (ROOT / "receipts/README.md").read_text() == receipt.index(receipt.Shelf())
+    assert (ROOT / "receipts/README.md").read_text() == pages.index(pages.Shelf())
 
 
 def test_no_page_of_the_repository_quotes_a_receipt_that_is_not_fresh() -> None:
-    assert list(receipt.quoted_problems(receipt.Shelf())) == []
+    assert list(pages.quoted_problems(pages.Shelf())) == []
 
 
 def test_the_index_lists_what_ran_on_what_and_whether_it_still_holds(world: World) -> None:
@@ -61,22 +61,22 @@ def test_an_edited_receipt_is_listed_as_invalid(world: World) -> None:
 
 
 def test_receipts_that_git_does_not_track_are_not_listed(world: World) -> None:
-    before = receipt.index(receipt.Shelf(world.root))
+    before = pages.index(pages.Shelf(world.root))
     shutil.copy(world.oracle, world.oracle.with_name("20200101T000000Z-oracle-000000000000.json"))
-    assert receipt.index(receipt.Shelf(world.root)) == before
+    assert pages.index(pages.Shelf(world.root)) == before
     world.git("add", "receipts")
-    assert receipt.index(receipt.Shelf(world.root)) != before
+    assert pages.index(pages.Shelf(world.root)) != before
 
 
 def test_a_checkout_whose_git_cannot_be_asked_says_so(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     (world.root / ".git/HEAD").unlink()
     with pytest.raises(errors.Environment, match="which receipts git tracks cannot be told: fatal"):
-        receipt.listed(world.root)
+        pages.listed(world.root)
     monkeypatch.setenv("PATH", "/nonexistent")
     with pytest.raises(errors.Environment, match="git is missing"):
-        receipt.listed(world.root)
+        pages.listed(world.root)
     shutil.rmtree(world.root / ".git")
-    assert len(receipt.listed(world.root)) == 2
+    assert len(pages.listed(world.root)) == 2
 
 
 def test_a_quoted_receipt_must_be_there_and_fresh(world: World) -> None:
@@ -84,14 +84,14 @@ def test_a_quoted_receipt_must_be_there_and_fresh(world: World) -> None:
     (world.root / "docs").mkdir()
     (world.root / "README.md").write_text(f"All pass (receipt `{id12}`).\n")
     (world.root / "docs/performance.md").write_text(f"See [the receipt](../receipts/{world.perf.name}).\n")
-    assert list(receipt.quoted_problems(receipt.Shelf(world.root))) == []
+    assert list(pages.quoted_problems(pages.Shelf(world.root))) == []
     (world.root / "docs/old.md").write_text("receipt `0123456789ab`\n")
-    assert list(receipt.quoted_problems(receipt.Shelf(world.root))) == [
+    assert list(pages.quoted_problems(pages.Shelf(world.root))) == [
         "docs/old.md quotes receipt 0123456789ab, which is missing"
     ]
     (world.root / "docs/old.md").unlink()
     world.edit(KERNEL, lambda data: data + b"\n")
-    assert list(receipt.quoted_problems(receipt.Shelf(world.root))) == [
+    assert list(pages.quoted_problems(pages.Shelf(world.root))) == [
         f"README.md quotes receipt {id12}, which is stale",
         f"docs/performance.md quotes receipt {world.perf.stem.rsplit('-', 1)[1]}, which is stale",
     ]
@@ -134,10 +134,10 @@ def test_each_receipt_is_read_once_and_each_problem_listed_once(world: World, mo
     parsed = statement.parse
     monkeypatch.setattr(statement, "parse", parse)
     monkeypatch.setattr(statement, "schema_errors", schema_errors)
-    shelf = receipt.Shelf(world.root)
-    receipt.index(shelf)
-    receipt.tables((world.root / "README.md").read_text(), shelf)
-    assert list(receipt.quoted_problems(shelf)) == [f"README.md quotes receipt {id12}, which is stale"]
+    shelf = pages.Shelf(world.root)
+    pages.index(shelf)
+    pages.filled((world.root / "README.md").read_text(), shelf)
+    assert list(pages.quoted_problems(shelf)) == [f"README.md quotes receipt {id12}, which is stale"]
     assert sorted(read) == sorted([world.oracle, world.perf])
     assert next(checked) == 2
 
@@ -147,9 +147,7 @@ def test_the_index_names_the_pages_that_quote_a_receipt(world: World) -> None:
     (world.root / "docs").mkdir()
     for page in ("README.md", "docs/a.md"):
         (world.root / page).write_text(f"receipt `{id12}`\n")
-    rows = {
-        row.split(" | ")[1]: row for row in receipt.index(receipt.Shelf(world.root)).splitlines() if "| fresh |" in row
-    }
+    rows = {row.split(" | ")[1]: row for row in pages.index(pages.Shelf(world.root)).splitlines() if "| fresh |" in row}
     perf, oracle = sorted(rows.values(), reverse=True)
     assert oracle.endswith("| fresh | [README.md](../README.md), [docs/a.md](../docs/a.md) |")
     assert perf.endswith("| fresh |  |")

@@ -10,7 +10,7 @@ import pytest
 from attention import NINF, Operator, attention, case, small
 
 from pyharness import ggml, inputs
-from pyharness.inputs import Inputs
+from pyharness.operands import Inputs
 
 MASKS = ("none", "causal", "swa:5", "random", "rows", "docs:6", "bias")
 SIZES: dict[str, dict[str, Any]] = {

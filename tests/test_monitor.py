@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from pyharness import errors, monitor, perf, receipt, statement
+from pyharness import errors, monitor, pages, perf, show, statement
 from pyharness.monitor import FIELDS, Monitor, Reading
 
 
@@ -172,7 +172,7 @@ def test_counts_that_the_readings_do_not_give_are_found(change: dict[str, Any], 
 
 @pytest.mark.parametrize("reasons", [0, 4, 32])
 def test_receipts_old_and_new_say_what_limited_the_clocks(reasons: int) -> None:
-    path = next(path for path in receipt.listed() if "-perf-" in path.name)
+    path = next(path for path in pages.listed() if "-perf-" in path.name)
     document = statement.read(path)
     body = document["predicate"]["receipt"]
     with Monitor(lambda: reading(reasons=reasons), period=60) as watch:
@@ -183,8 +183,8 @@ def test_receipts_old_and_new_say_what_limited_the_clocks(reasons: int) -> None:
             del body["monitor"]["device"]["limited"]
         assert not statement.schema_errors(document)
         words = monitor.clocks(body["monitor"]["device"])
-        assert f", {words}\n" in receipt.summary(document)
-        assert receipt.markdown([document]).endswith(f"; GPU {words}")
+        assert f", {words}\n" in show.summary(document)
+        assert show.markdown([document]).endswith(f"; GPU {words}")
     assert (
         words
         == {
@@ -196,12 +196,12 @@ def test_receipts_old_and_new_say_what_limited_the_clocks(reasons: int) -> None:
 
 
 def test_a_table_in_a_page_says_what_limited_the_clocks() -> None:
-    shelf = receipt.Shelf()
+    shelf = pages.Shelf()
     id12, kept = next((id12, kept) for id12, kept in shelf.kept.items() if "-perf-" in kept.path.name)
     with Monitor(lambda: reading(reasons=4), period=60) as watch:
         pass
     kept.document["predicate"]["receipt"]["monitor"] = watch.report()
-    page = receipt.tables(f"<!-- receipt {id12} -->\n<!-- /receipt -->\n", shelf)
+    page = pages.filled(f"<!-- receipt {id12} -->\n<!-- /receipt -->\n", shelf)
     assert f"{kept.path.name}); GPU not throttled, power-capped in 2 of 2 readings (100.0 %).\n" in page
 
 

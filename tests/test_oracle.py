@@ -13,7 +13,7 @@ import pytest
 from attention import attention, case, heads, small
 from numpy.typing import NDArray
 
-from pyharness import cases, cli, ggml, inputs, oracle, reference, report, statement
+from pyharness import cases, cli, ggml, inputs, oracle, reference, report, result, statement
 from pyharness.cases import Case
 
 Parts = dict[str, NDArray[np.float32]]
@@ -30,7 +30,7 @@ class Run:
         self.result.parts = {part: array.copy() for part, array in self.result.parts.items()}
         self.want = reference.backward(self.given)
 
-    def compare(self) -> dict[str, oracle.PartResult]:
+    def compare(self) -> dict[str, result.PartResult]:
         return oracle.compare(self.given, self.result, self.want)
 
     def failed(self) -> set[str]:
@@ -204,7 +204,7 @@ def test_overwritten_guard_words_fail_the_case(
     ],
 )
 def test_exit_code(states: list[str], strict: bool, code: int) -> None:
-    results = [oracle.CaseResult(small(), "CPU", 0, state) for state in states]
+    results = [result.CaseResult(small(), "CPU", 0, state) for state in states]
     assert oracle.exit_code(results, strict) == code
 
 
@@ -230,7 +230,7 @@ def test_a_run_stops_at_the_first_failure_and_the_next_repeats_what_failed(
 
     check = oracle.check
 
-    def fails(library: ggml.Library, device: ggml.Device, case: Case, *more: Any) -> oracle.CaseResult:
+    def fails(library: ggml.Library, device: ggml.Device, case: Case, *more: Any) -> result.CaseResult:
         found = check(library, device, case, *more)
         return found if str(case) == listed[0] else dataclasses.replace(found, status="failed", reason="so")
 

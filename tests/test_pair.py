@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from pyharness import cases, errors, ggml, inputs, oracle, reference
 from pyharness.cases import Case
 from pyharness.cuda import KERNEL_PATH, PATHS
-from pyharness.inputs import Inputs
+from pyharness.operands import Inputs
 
 SAVED = 15  # slot of op_params: the mark of a FLASH_ATTN_EXT node, and of a gradient's o
 SPLIT = 14

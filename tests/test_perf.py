@@ -103,10 +103,10 @@ def test_base_compares_the_same_timings_and_nothing_under_throttled_clocks() -> 
                 "receipt": {"id": "0" * 64, "perf": record(statement.OPERATOR, *range(100, 120), throttled=throttled)}
             }
         }
-        (found,) = perf.against_base(now["measurements"], before)["comparisons"]
+        (found,) = timing.against_base(now["measurements"], before)["comparisons"]
         assert found["verdict"] == want
         assert float(found["ratio"]) == pytest.approx(109.5 / 59.5)
-    assert perf.against_base(record("unfused", 1, 2)["measurements"], before)["comparisons"] == []
+    assert timing.against_base(record("unfused", 1, 2)["measurements"], before)["comparisons"] == []
 
 
 # ---- work ----

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from pyharness import cases, errors, ggml, inputs, oracle, quant, reference
 from pyharness.cases import Case
-from pyharness.inputs import Inputs
+from pyharness.operands import Inputs
 
 EXAMPLES = os.environ.get("PYHARNESS_EXAMPLES")
 THREADS = 1  # of the CPU: the cases are small

@@ -19,7 +19,7 @@ from large import PERIOD, Large
 from numpy.typing import NDArray
 
 from pyharness import cases, digest, ggml, gradcheck, inputs, oracle, reference
-from pyharness.inputs import Inputs
+from pyharness.operands import Inputs
 
 MAP_NORESERVE = 0x4000  # Linux's; Python's mmap names it from 3.13 on
 

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pyharness import digest, errors, ggml, tiny, train
+from pyharness import digest, errors, ggml, losses, tiny, train
 
 NARROW = {"embd": 64, "ff": 64}
-LOSS = train.LIMITS["cuda"].loss
+LOSS = losses.LIMITS["cuda"].loss
 
 
 class Trainer:

@@ -18,7 +18,20 @@ from typing import Any
 import pytest
 from receipt_world import CASES, KERNEL, World, change, libraries, make
 
-from pyharness import capture_file, cli, commits, digest, errors, oracle, receipt, signing, statement, verify
+from pyharness import (
+    capture_file,
+    cli,
+    commits,
+    differences,
+    digest,
+    errors,
+    oracle,
+    pages,
+    result,
+    signing,
+    statement,
+    verify,
+)
 
 
 @pytest.fixture(scope="module")
@@ -257,7 +270,7 @@ def test_a_replay_of_wrong_gradients_leaves_a_receipt_that_failed(
     capsys.readouterr()
     assert cli.main(["receipt", "verify", "--sources-only", str(path)]) == 0
     assert f"note     run: FAILED, exit code 1: {failed}\n" in capsys.readouterr().out
-    assert receipt._what(body).startswith("replay: 1 of 1 cases ok on cpu, 2 of 3 checks")
+    assert pages._what(body).startswith("replay: 1 of 1 cases ok on cpu, 2 of 3 checks")
 
 
 @pytest.mark.parametrize("status", ["ok", "failed", "unsupported", "skipped"])
@@ -267,7 +280,7 @@ def test_a_receipt_has_the_exit_code_of_its_run(
 ) -> None:
     right, tried = oracle.check, iter((status, "ok"))
 
-    def check(*words: Any) -> oracle.CaseResult:
+    def check(*words: Any) -> result.CaseResult:
         result, state = right(*words), next(tried)
         return result if state == "ok" else dataclasses.replace(result, status=state, reason="because", parts={})
 
@@ -460,7 +473,7 @@ def test_show_plot_draws_pictures_with_the_numbers_behind(world: World, tmp_path
 
 
 def test_diff_names_limits_files_cases_and_results(world: World) -> None:
-    assert list(receipt.differences(load(world.oracle), load(world.oracle))) == []
+    assert list(differences.differences(load(world.oracle), load(world.oracle))) == []
     other = load(world.oracle)
     body = other["predicate"]["receipt"]
     body["limits"]["nmse"] = "0.001"
@@ -469,7 +482,7 @@ def test_diff_names_limits_files_cases_and_results(world: World) -> None:
     del body["cases"][2]
     next(f for f in body["inputs"] if f["path"] == KERNEL)["sha256_lf"] = "0" * 64
     body["libraries"][0]["sha256"] = "0" * 64
-    lines = list(receipt.differences(load(world.oracle), other))
+    lines = list(differences.differences(load(world.oracle), other))
     assert lines[0] == "limit    nmse: 1e-05 -> 0.001"
     assert f"file     {KERNEL}: changed" in lines
     assert "library  libggml-base.so.0.25.3: changed" in lines
@@ -484,9 +497,9 @@ def test_diff_compares_bits_as_bits_and_errors_as_numbers(world: World) -> None:
     for part in records[0]["parts"].values():  # another BLAS
         part["nmse"] = repr(float(part["nmse"]) * (1 + 1e-9))
         part["want"] = repr(float(part["want"]) * (1 + 1e-15))
-    assert list(receipt.differences(load(world.oracle), other)) == []
+    assert list(differences.differences(load(world.oracle), other)) == []
     records[0]["digests"]["dv"] = "0" * 64
-    assert list(receipt.differences(load(world.oracle), other)) == [f"result   {CASES[0]} on CPU: other bits in dv"]
+    assert list(differences.differences(load(world.oracle), other)) == [f"result   {CASES[0]} on CPU: other bits in dv"]
 
 
 def test_diff_exits_1_when_something_differs(world: World, tmp_path: Path) -> None:
@@ -503,4 +516,4 @@ def test_two_runs_of_one_build_give_the_same_bits(world: World, tmp_path: Path) 
     words = ("-b", "CPU", "--threads", "2", "--libs", str(libraries()), "--receipts", str(out), "-o", ",".join(CASES))
     assert world.run("oracle", *words).returncode == 0
     (path,) = out.glob("*.json")
-    assert not [line for line in receipt.differences(load(world.oracle), load(path)) if line.startswith("result")]
+    assert not [line for line in differences.differences(load(world.oracle), load(path)) if line.startswith("result")]

@@ -11,7 +11,19 @@ from typing import Any
 import pytest
 from receipt_world import CASES, KERNEL, World, change, libraries, make, timed, trained
 
-from pyharness import cases, errors, ggml, options, receipt, signing, statement, train, verify
+from pyharness import (
+    cases,
+    differences,
+    errors,
+    ggml,
+    losses,
+    options,
+    pages,
+    show,
+    signing,
+    statement,
+    verify,
+)
 from pyharness.digest import ROOT
 
 
@@ -158,7 +170,7 @@ def test_an_end_before_the_start(world: World) -> None:
 # ---- cases that are left out ----
 
 FILTER = "hsk=64,.*kv=1,"
-LISTED = len(cases.load(cases.CASES))
+LISTED = len(cases.in_graphs(cases.load(cases.CASES), cases.GRAPHS))
 
 
 def body_of(path: Path) -> dict[str, Any]:
@@ -460,7 +472,7 @@ def told(path: Path) -> list[str]:
 
 def test_a_training_shows_its_schedule_and_how_far_each_run_parts(training: Path) -> None:
     assert told(training) == []
-    text = receipt.summary(statement.read(training))
+    text = show.summary(statement.read(training))
     assert "training, tiny on cpu: arch llama, " in text
     schedule = "4 steps of AdamW over 600 tokens in windows of 256, learning rate 0.0003 after 2 steps of warm-up"
     assert schedule in text
@@ -507,7 +519,7 @@ def test_a_training_that_contradicts_itself(training: Path, edit: Callable[[dict
 
 
 def test_a_limit_of_a_training(training: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(train.LIMITS, "cpu", train.Limits(1e-5, 1e-6))
+    monkeypatch.setitem(losses.LIMITS, "cpu", losses.Limits(1e-5, 1e-6))
     assert told(training)[0] == "files: limit losses, relative error was 0.0001 in the receipt and is 1e-05 here"
     assert verify.exit_code(verify.check(training)) == verify.STALE
 
@@ -522,14 +534,14 @@ def test_a_training_of_an_early_receipt_is_shown_and_is_invalid_in_words(trainin
     assert told(path) == [
         "sums: training: no schedule, no noise, no losses of the control run, which receipts hold by now; train again"
     ]
-    assert "schedule not recorded" in receipt.summary(statement.read(path))
+    assert "schedule not recorded" in show.summary(statement.read(path))
 
 
 def test_two_trainings_that_differ(training: Path) -> None:
     other = training.with_name("other.json")
     shutil.copy(training, other)
     other = change(other, lambda body: body["train"]["schedule"].update(lr="0.001"), seal=True)
-    lines = receipt.differences(statement.read(training), statement.read(other))
+    lines = differences.differences(statement.read(training), statement.read(other))
     assert list(lines) == ["train    lr: 0.0003 -> 0.001"]
 
 
@@ -545,10 +557,10 @@ def benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, library: ggml.Lib
 def test_a_benchmark_shows_memory_and_time_by_context(benchmark: Path) -> None:
     assert told(benchmark) == []
     document = statement.read(benchmark)
-    text = receipt.summary(document)
+    text = show.summary(document)
     assert "| 512 | 1024 | 512 | 2048 | 1024 | 0.4 (0.31 .. 0.49) | 0.4 (0.31 .. 0.49) |" in text
     assert "| 2048 | 4096, does not fit | 2048 | 8192, does not fit | 4096 | - | 0.46 (0.43 .. 0.49) |" in text
-    assert receipt._what(document["predicate"]["receipt"]) == "train: tiny, contexts of 512, 1024, 2048"
+    assert pages._what(document["predicate"]["receipt"]) == "train: tiny, contexts of 512, 1024, 2048"
     assert document["predicate"]["warnedTests"] == [f"context {ctx}, flash attention off" for ctx in (1024, 2048)]
 
 

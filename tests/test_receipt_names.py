@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pyharness import cli, errors, options, perf, receipt
+from pyharness import cli, errors, options, pages, perf, receipt
 
 IDS = ("0123456789ab", "0123ffffffff", "89abcdef0123")
 
@@ -74,7 +74,7 @@ def test_every_argument_that_is_a_receipt_takes_an_id() -> None:
 
 
 def test_verify_takes_an_id_and_names_the_receipt_by_it(capsys: pytest.CaptureFixture[str]) -> None:
-    path = receipt.listed()[0]
+    path = pages.listed()[0]
     id12 = path.stem.rpartition("-")[2]
     cli.main(["receipt", "verify", "--sources-only", id12[:8]])
     verdict = capsys.readouterr().out.splitlines()[-1]

@@ -8,7 +8,7 @@ from attention import case
 from numpy.typing import NDArray
 
 from pyharness import cases, inputs, reference
-from pyharness.inputs import Inputs
+from pyharness.operands import Inputs
 
 CASES = [
     "hsk=64,hsv=64,nh=4,nhkv=2,kv=600,nb=300",

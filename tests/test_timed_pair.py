@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 from attention import small
 
-from pyharness import inputs, pair, peers, perf, quant, reference
+from pyharness import inputs, operands, pair, peers, perf, quant, reference
 from pyharness.ggml import Device, Library
 
 MOVES = {"NONE", "VIEW", "PERMUTE"}
 """Nodes that cost no time."""
 
 
-def build(library: Library, device: Device, given: inputs.Inputs) -> pair.Pair:
+def build(library: Library, device: Device, given: operands.Inputs) -> pair.Pair:
     return pair.Pair(library, device, given, peers.Plain(given).arrays, threads=1)
 
 

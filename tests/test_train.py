@@ -16,6 +16,7 @@ import pytest
 from attention import attention
 
 from pyharness import capture_file, cli, errors, ggml, oracle, reference, statement, tiny, train, tree, verify
+from pyharness.losses import LIMITS, compare
 
 pytestmark = pytest.mark.slow
 
@@ -65,7 +66,7 @@ def agree(trainer: Trainer, model: Path, **options: Any) -> train.Run:
     """Trains with flash attention off and on; the losses have to agree. Returns the run with it on."""
     off, on = (trainer.run(model, fa=fa, **options) for fa in ("off", "on"))
     assert (off.flash_attn, on.flash_attn) == (False, True)
-    np.testing.assert_allclose(on.losses, off.losses, rtol=train.LIMITS["cpu"].loss)
+    np.testing.assert_allclose(on.losses, off.losses, rtol=LIMITS["cpu"].loss)
     return on
 
 
@@ -94,7 +95,7 @@ def test_gradients_of_every_parameter_agree(trainer: Trainer, name: str) -> None
         trainer.run(trainer.model(name, **NARROW), steps=1, fa=fa, grads=file)
     found = train.gradient_errors(files["on"], files["off"])
     assert {name.rpartition(".")[0].rpartition(".")[2] for name in found} >= {"attn_q", "attn_k", "attn_v", "ffn_up"}
-    assert max(found.values()) < train.LIMITS["cpu"].gradient, found
+    assert max(found.values()) < LIMITS["cpu"].gradient, found
 
 
 @pytest.mark.parametrize(("name", "part"), [("gemma2", "ffn_gate"), ("gemma2", "attn_k"), ("sinks", "attn_sinks")])
@@ -290,7 +291,7 @@ def test_a_loss_that_is_no_number_is_read_and_passes_no_check(tmp_path: Path) ->
     np.testing.assert_equal(losses, [2, np.nan, np.inf, 1])
     good = [2.0, 1.5, 1.5, 1.0]
     for runs in ({"on": losses, "control": good}, {"on": good, "control": losses}):
-        checks = train.compare({"off": good, **runs}, {"a": 1e-9, "b": float("nan")}, 1e-6, train.LIMITS["cpu"])
+        checks = compare({"off": good, **runs}, {"a": 1e-9, "b": float("nan")}, 1e-6, LIMITS["cpu"])
         differ, control, falls, gradients = (check.passed for check in checks)
         assert (differ, control) == (runs["on"] is good, runs["control"] is good)
         assert falls
