@@ -62,7 +62,7 @@ def require(device: str) -> None:
     except errors.Environment as error:
         why = str(error)
     if index >= count.value:
-        hint = "this needs an NVIDIA GPU and its driver (nvidia-smi -L); without: ./scripts/oracle, train --device cpu"
+        hint = "this needs an NVIDIA GPU and its driver (nvidia-smi -L); oracle and train --device cpu run without"
         raise errors.Environment(f"no {device}: {why}", hint)
 
 

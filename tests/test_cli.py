@@ -131,7 +131,7 @@ def test_a_verb_that_is_misspelt_is_suggested(verb: str, capsys: pytest.CaptureF
         ("oracle --output jsno", "'jsno' is none of console, json, csv, md; did you mean json?"),
         ("oracle --output xml", "'xml' is none of console, json, csv, md\n"),
         ("oracle --frobnicate", "unknown option --frobnicate\n"),
-        ("oracle -x", "unknown option -x\n"),
+        ("oracle -y", "unknown option -y\n"),
         ("list hsk=64", "unexpected argument 'hsk=64'"),
         ("capture --modle m", "did you mean --model?"),  # not that --model is missing
         ("gpucheck --iner soak", "unknown option --iner\n"),  # the hidden ones stay hidden
