@@ -27,20 +27,11 @@ from typing import Any, TypeVar
 import gguf as gguf_format
 import numpy as np
 
-from pyharness import (
-    capture_file,
-    differences,
-    digest,
-    errors,
-    pages,
-    receipt,
-    show,
-    signing,
-    statement,
-    tables,
-    tree,
-    verify,
-)
+from pyharness.base import digest, errors
+from pyharness.case import capture_file
+from pyharness.cli import receipt
+from pyharness.patch import tree
+from pyharness.receipts import differences, pages, show, signing, statement, tables, verify
 
 T = TypeVar("T")
 

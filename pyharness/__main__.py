@@ -9,7 +9,7 @@ import signal
 import sys
 from typing import Any
 
-from . import errors
+from .base import errors
 
 
 class _Stream(io.FileIO):
@@ -46,7 +46,7 @@ def _main() -> int:
         if signal.getsignal(number) == signal.SIG_DFL:  # not under nohup
             signal.signal(number, signal.default_int_handler)
     try:
-        from . import cli
+        from .cli import cli
 
         code = cli.main()
         sys.stdout.flush()

@@ -7,7 +7,9 @@ import difflib
 import re
 from pathlib import Path
 
-from . import capture_file, cases, errors, ggml
+from .base import errors
+from .case import capture_file, cases
+from .device import ggml
 
 OUTPUTS = ("console", "json", "csv", "md")
 RECEIPTS = ggml.ROOT / "receipts"

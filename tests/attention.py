@@ -18,10 +18,12 @@ import numpy as np
 import pytest
 from numpy.typing import ArrayLike, NDArray
 
-from pyharness import cases, ggml, oracle, reference
-from pyharness.cases import Case
-from pyharness.cuda import PATHS
-from pyharness.operands import Inputs
+from pyharness.base.cuda import PATHS
+from pyharness.case import cases, reference
+from pyharness.case.cases import Case
+from pyharness.case.operands import Inputs
+from pyharness.check import oracle
+from pyharness.device import ggml
 
 NINF: float = -np.inf
 

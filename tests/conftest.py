@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 from attention import Operator
 
-from pyharness import ggml, gpucheck
-from pyharness.cuda import KERNEL_PATH, PATHS
+from pyharness.base.cuda import KERNEL_PATH, PATHS
+from pyharness.check import gpucheck
+from pyharness.device import ggml
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

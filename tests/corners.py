@@ -16,9 +16,9 @@ from attention import NINF
 from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
-from pyharness import inputs, quant, reference
-from pyharness.cases import Case
-from pyharness.operands import Inputs
+from pyharness.case import inputs, quant, reference
+from pyharness.case.cases import Case
+from pyharness.case.operands import Inputs
 
 F32 = NDArray[np.float32]
 Arrange = Callable[[NDArray[Any]], tuple[NDArray[Any], NDArray[Any]]]  # of an array: memory, and the view of it

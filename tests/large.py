@@ -11,10 +11,11 @@ import pytest
 from attention import Operator, parameters
 from numpy.typing import NDArray
 
-from pyharness import ggml, oracle
-from pyharness.cases import PARTS, TYPES
-from pyharness.cuda import KERNEL_PATH, PATHS
-from pyharness.operands import Inputs
+from pyharness.base.cuda import KERNEL_PATH, PATHS
+from pyharness.case.cases import PARTS, TYPES
+from pyharness.case.operands import Inputs
+from pyharness.check import oracle
+from pyharness.device import ggml
 
 F64 = NDArray[np.float64]
 

@@ -16,8 +16,10 @@ from typing import Any
 
 import pytest
 
-from pyharness import ggml, losses, statement, train
-from pyharness.digest import ROOT
+from pyharness.base.digest import ROOT
+from pyharness.device import ggml
+from pyharness.receipts import losses, statement
+from pyharness.training import train
 
 CASES = (
     "FLASH_ATTN_BACK(hsk=64,hsv=64,nh=4,nhkv=2,kv=40,nb=8)",

@@ -17,8 +17,9 @@ from pathlib import Path
 
 import pytest
 
-from pyharness import build, cuda, digest, errors, tree
-from pyharness.digest import ROOT
+from pyharness.base import build, cuda, digest, errors
+from pyharness.base.digest import ROOT
+from pyharness.patch import tree
 
 PRESETS = {"cpu": "llama-cpp-python", "cpu-ggml-python": "ggml-python"}
 
@@ -224,7 +225,7 @@ def test_a_misspelt_option_is_named(repository: Path) -> None:
 
 
 def test_a_python_without_the_packages_is_told_which(bare: Path) -> None:
-    done = subprocess.run([bare, "-m", "pyharness.tree", "ensure"], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run([bare, "-m", "pyharness.patch.tree", "ensure"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 1
     assert re.match(r"error: no Python package tree_sitter; .*pip install -e", done.stderr)
 
@@ -370,7 +371,7 @@ sys.exit(int(sys.argv[1]))
 def worked(code: int, terminal: bool) -> str:
     """Stderr of a step that ends with a code, 80 columns wide."""
     program = f"""import sys
-from pyharness import build
+from pyharness.base import build
 build.Progress.every = 0.1
 try:
     build.step("work", [sys.executable, "-c", {LONG!r}, "{code}"], "a hint")
@@ -409,7 +410,7 @@ def test_on_a_terminal_long_work_shows_its_last_line_and_the_time_in_place() -> 
 
 def test_results_have_lines_of_their_own_on_a_terminal() -> None:
     program = """import time
-from pyharness import build
+from pyharness.base import build
 with build.Progress("work") as progress:
     for i in range(2):
         progress.say(f"step {i}")

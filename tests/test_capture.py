@@ -19,10 +19,14 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from pyharness import build, capture, capture_file, cases, cli, errors, ggml, oracle, quant, reference
-from pyharness.capture_file import Capture
-from pyharness.cases import Case
-from pyharness.operands import Inputs
+from pyharness.base import build, errors
+from pyharness.case import capture, capture_file, cases, quant, reference
+from pyharness.case.capture_file import Capture
+from pyharness.case.cases import Case
+from pyharness.case.operands import Inputs
+from pyharness.check import oracle
+from pyharness.cli import cli
+from pyharness.device import ggml
 
 Array = npt.NDArray[Any]
 ROOT = Path(__file__).resolve().parent.parent

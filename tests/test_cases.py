@@ -8,9 +8,11 @@ from attention import case, small
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pyharness import cases, cli, errors
-from pyharness.cases import Case
-from pyharness.digest import ROOT
+from pyharness.base import errors
+from pyharness.base.digest import ROOT
+from pyharness.case import cases
+from pyharness.case.cases import Case
+from pyharness.cli import cli
 
 PLAIN = "FLASH_ATTN_BACK(hsk=64,hsv=64,nh=4,nhkv=2,kv=128,nb=32)"
 

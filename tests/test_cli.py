@@ -21,7 +21,11 @@ from pathlib import Path
 import pytest
 from attention import small
 
-from pyharness import cases, cli, commands, errors, ggml, listing, oracle, report
+from pyharness.base import commands, errors
+from pyharness.case import cases
+from pyharness.check import oracle, report
+from pyharness.cli import cli, listing
+from pyharness.device import ggml
 
 CASE = "FLASH_ATTN_BACK(hsk=16,hsv=16,nh=4,nhkv=2,kv=20,nb=7,type_K=f32,type_V=f32)"
 pytestmark = pytest.mark.usefixtures("library")
@@ -296,7 +300,8 @@ def test_a_case_that_does_not_end_is_ended_by_the_watchdog() -> None:
 
 ABORT = """
 import sys
-from pyharness import cli, ggml
+from pyharness.cli import cli
+from pyharness.device import ggml
 run = ggml.Session.compute
 def compute(session):
     if session.inputs.case.hsk == 8:

@@ -14,9 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from pyharness import build, cli, commands, doctor, errors, ggml, report
-from pyharness.cases import Case
-from pyharness.result import CaseResult
+from pyharness.base import build, commands, errors
+from pyharness.case.cases import Case
+from pyharness.case.result import CaseResult
+from pyharness.check import report
+from pyharness.cli import cli, doctor
+from pyharness.device import ggml
 
 CASE = "FLASH_ATTN_BACK(hsk=16,hsv=16,nh=4,nhkv=2,kv=20,nb=7)"
 
@@ -135,7 +138,7 @@ def literals(module: Path) -> list[str]:
 def test_no_message_writes_a_command_of_its_own() -> None:
     """What sets up, builds or installs comes from commands.py and build.py, which know paths and quote them."""
     shared = {"commands.py", "build.py", "tree.py"}  # tree.py runs where these have set nothing up
-    for module in sorted((ggml.ROOT / "pyharness").glob("*.py")):
+    for module in sorted((ggml.ROOT / "pyharness").rglob("*.py")):
         if module.name not in shared:
             bare = [
                 text

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 from receipt_world import CASES, KERNEL, World, change, libraries, make
 
-from pyharness import commits, errors, pages, statement, verify
+from pyharness.base import errors
+from pyharness.receipts import commits, pages, statement, verify
 
 
 @pytest.fixture(scope="module")
@@ -214,7 +215,7 @@ def test_a_dirty_receipt_is_that_of_the_first_commit_that_has_its_files(world: W
 def test_a_dirty_receipt_whose_files_no_commit_has_is_dirty(world: World) -> None:
     def uncommitted(body: dict[str, Any]) -> None:
         dirty(body)
-        next(f for f in body["inputs"] if f["path"] == "pyharness/receipt.py")["git_blob"] = "0" * 40
+        next(f for f in body["inputs"] if f["path"] == "pyharness/cli/receipt.py")["git_blob"] = "0" * 40
 
     path = change(world.oracle, uncommitted, seal=True)
     (text,) = about(world, path)

@@ -11,8 +11,10 @@ from attention import Operator
 from corners import CORNERS, LIMITS, ON_CPU, SHAPES, Draft
 from numpy.typing import NDArray
 
-from pyharness import ggml, oracle, reference
-from pyharness.operands import Inputs
+from pyharness.case import reference
+from pyharness.case.operands import Inputs
+from pyharness.check import oracle
+from pyharness.device import ggml
 
 WORKSPACE = "GGML_CUDA_FATTN_BACK_WORKSPACE_MIB"
 

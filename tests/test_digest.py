@@ -6,7 +6,7 @@ import hashlib
 import subprocess
 from pathlib import Path
 
-from pyharness import digest
+from pyharness.base import digest
 
 
 def write(root: Path, files: dict[str, str]) -> None:

@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from pyharness import cases, cli, commits, pages
-from pyharness.digest import ROOT
+from pyharness.base.digest import ROOT
+from pyharness.case import cases
+from pyharness.cli import cli
+from pyharness.receipts import commits, pages
 
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), ROOT / "tests/data/README.md"])
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())

@@ -28,8 +28,12 @@ import pytest
 import readers
 from test_tree import SDIST, archive
 
-from pyharness import build, capture_file, errors, ggml, signing, statement, tree, verify
-from pyharness.digest import ROOT
+from pyharness.base import build, errors
+from pyharness.base.digest import ROOT
+from pyharness.case import capture_file
+from pyharness.device import ggml
+from pyharness.patch import tree
+from pyharness.receipts import signing, statement, verify
 
 CASE = "FLASH_ATTN_BACK(hsk=32,hsv=32,nh=2,nhkv=1,kv=40,nb=8)"
 

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from receipt_world import CASES, KERNEL, World, change, libraries, make
 
-from pyharness import differences, errors, figures, pages, show, statement, summary, verify
+from pyharness.base import errors
+from pyharness.receipts import differences, figures, pages, show, statement, summary, verify
 
 RANDOM = {"state": "ok", "exit_code": 0, "text": "7 ok, 2 refused", "seconds": 1.5, "counts": {"ok": 7, "refused": 2}}
 FAILED = {"state": "FAILED", "exit_code": 1, "text": f"{libraries()} | wrong", "seconds": 2.25}

@@ -15,8 +15,11 @@ import readers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pyharness import build, capture_file, errors, signing, statement, tree, verify
-from pyharness.digest import ROOT
+from pyharness.base import build, errors
+from pyharness.base.digest import ROOT
+from pyharness.case import capture_file
+from pyharness.patch import tree
+from pyharness.receipts import signing, statement, verify
 
 CORPUS = ROOT / "fuzz/corpus"
 EXAMPLES = {

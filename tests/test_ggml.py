@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 from attention import case, small
 
-from pyharness import cases, commands, digest, errors, ggml, inputs
-from pyharness.cases import PARTS
+from pyharness.base import commands, digest, errors
+from pyharness.case import cases, inputs
+from pyharness.case.cases import PARTS
+from pyharness.device import ggml
 
 
 def test_layouts_and_values_come_from_the_headers(library: ggml.Library) -> None:

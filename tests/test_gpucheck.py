@@ -26,8 +26,13 @@ import pytest
 from attention import small
 from numpy.typing import NDArray
 
-from pyharness import cases, cli, cuda, errors, ggml, gpucheck, inputs, operands, statement, stress
-from pyharness.cases import Case
+from pyharness.base import cuda, errors
+from pyharness.case import cases, inputs, operands
+from pyharness.case.cases import Case
+from pyharness.check import gpucheck, stress
+from pyharness.cli import cli
+from pyharness.device import ggml
+from pyharness.receipts import statement
 
 CASE = str(small())
 OTHER = str(small(kv=21))

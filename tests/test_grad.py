@@ -9,8 +9,11 @@ import numpy as np
 import pytest
 from attention import case, in_a_graph, last_words, small
 
-from pyharness import cases, cli, ggml, gradcheck, inputs, reference, report
-from pyharness.cases import Case
+from pyharness.case import cases, inputs, reference
+from pyharness.case.cases import Case
+from pyharness.check import gradcheck, report
+from pyharness.cli import cli
+from pyharness.device import ggml
 
 LISTED = [(str(c), graph) for c in cases.load(cases.GRAD) for graph in gradcheck.graphs(c)]
 

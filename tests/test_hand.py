@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from attention import NINF, Operator, attention, heads
 
-from pyharness import reference
-from pyharness.operands import Inputs
+from pyharness.case import reference
+from pyharness.case.operands import Inputs
 
 LN2, LN3 = log(2), log(3)
 DQ = 3 / 16 * LN3

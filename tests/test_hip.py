@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from pyharness import ptxas, tree
-from pyharness.digest import ROOT
+from pyharness.base.digest import ROOT
+from pyharness.patch import tree
+from pyharness.perf import ptxas
 
 # code for the device stops at assembly, which needs no ROCm beside the headers
 PASSES = {

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 from receipt_world import KERNEL, World, make
 
-from pyharness import errors, pages, statement
-from pyharness.digest import ROOT
+from pyharness.base import errors
+from pyharness.base.digest import ROOT
+from pyharness.receipts import pages, statement
 
 
 @pytest.fixture(scope="module")

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 from attention import case, small
 
-from pyharness import cases, inputs, quant
-from pyharness.cases import Case
+from pyharness.case import cases, inputs, quant
+from pyharness.case.cases import Case
 
 
 def test_inputs_are_the_same_for_the_same_seed_and_others_for_another() -> None:

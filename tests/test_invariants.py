@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from attention import NINF, Operator, attention, case, small
 
-from pyharness import ggml, inputs
-from pyharness.operands import Inputs
+from pyharness.case import inputs
+from pyharness.case.operands import Inputs
+from pyharness.device import ggml
 
 MASKS = ("none", "causal", "swa:5", "random", "rows", "docs:6", "bias")
 SIZES: dict[str, dict[str, Any]] = {

@@ -11,8 +11,11 @@ from typing import Any
 
 import pytest
 
-from pyharness import errors, monitor, pages, perf, show, statement
-from pyharness.monitor import FIELDS, Monitor, Reading
+from pyharness.base import errors
+from pyharness.device import monitor
+from pyharness.device.monitor import FIELDS, Monitor, Reading
+from pyharness.perf import perf
+from pyharness.receipts import pages, show, statement
 
 
 def reading(memory: int = 1000, reasons: int = 0, others: int | None = 0) -> Reading:

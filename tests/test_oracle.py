@@ -13,8 +13,12 @@ import pytest
 from attention import attention, case, heads, small
 from numpy.typing import NDArray
 
-from pyharness import cases, cli, ggml, inputs, oracle, reference, report, result, statement
-from pyharness.cases import Case
+from pyharness.case import cases, inputs, reference, result
+from pyharness.case.cases import Case
+from pyharness.check import oracle, report
+from pyharness.cli import cli
+from pyharness.device import ggml
+from pyharness.receipts import statement
 
 Parts = dict[str, NDArray[np.float32]]
 

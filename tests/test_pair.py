@@ -16,10 +16,13 @@ import pytest
 from attention import case, parameters, small
 from numpy.typing import NDArray
 
-from pyharness import cases, errors, ggml, inputs, oracle, reference
-from pyharness.cases import Case
-from pyharness.cuda import KERNEL_PATH, PATHS
-from pyharness.operands import Inputs
+from pyharness.base import errors
+from pyharness.base.cuda import KERNEL_PATH, PATHS
+from pyharness.case import cases, inputs, reference
+from pyharness.case.cases import Case
+from pyharness.case.operands import Inputs
+from pyharness.check import oracle
+from pyharness.device import ggml
 
 SAVED = 15  # slot of op_params: the mark of a FLASH_ATTN_EXT node, and of a gradient's o
 SPLIT = 14

@@ -15,9 +15,11 @@ import numpy as np
 import pytest
 import stand_in_torch
 
-from pyharness import cuda, fa3, inputs, peers, perf, reference
-from pyharness.cases import Case
-from pyharness.ggml import Device
+from pyharness.base import cuda
+from pyharness.case import inputs, reference
+from pyharness.case.cases import Case
+from pyharness.device.ggml import Device
+from pyharness.perf import fa3, peers, perf
 
 SQUARE = "FLASH_ATTN_BACK(hsk=64,hsv=64,nh=4,nhkv=2,kv=40,nb=40,ns=2)"
 TAIL = "FLASH_ATTN_BACK(hsk=64,hsv=64,nh=4,nhkv=2,kv=96,nb=32,kv_first=5,kv_count=60)"

@@ -20,24 +20,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pyharness import (
-    bench,
-    cases,
-    cli,
-    errors,
-    gpucheck,
-    inputs,
-    monitor,
-    peers,
-    perf,
-    plot,
-    reference,
-    statement,
-    timing,
-)
-from pyharness.cases import Case
-from pyharness.digest import ROOT
-from pyharness.ggml import Device, Library
+from pyharness.base import errors
+from pyharness.base.digest import ROOT
+from pyharness.case import cases, inputs, reference
+from pyharness.case.cases import Case
+from pyharness.check import gpucheck
+from pyharness.cli import cli
+from pyharness.device import monitor
+from pyharness.device.ggml import Device, Library
+from pyharness.perf import bench, peers, perf, plot
+from pyharness.receipts import statement, timing
 
 SMALL = "FLASH_ATTN_BACK(hsk=64,hsv=32,nh=4,nhkv=2,kv=96,nb=32)"
 
@@ -412,7 +404,8 @@ def test_perf_refuses_a_base_that_is_no_perf_receipt(capsys: pytest.CaptureFixtu
 def test_an_abort_of_ggml_leaves_a_partial_receipt(tmp_path: Path) -> None:
     script = """
 import sys
-from pyharness import cli, perf
+from pyharness.cli import cli
+from pyharness.perf import perf
 measure = perf.measure
 def aborting(case, settings):
     yield from measure(case, settings)

@@ -17,9 +17,12 @@ from attention import Operator
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from pyharness import cases, errors, ggml, inputs, oracle, quant, reference
-from pyharness.cases import Case
-from pyharness.operands import Inputs
+from pyharness.base import errors
+from pyharness.case import cases, inputs, quant, reference
+from pyharness.case.cases import Case
+from pyharness.case.operands import Inputs
+from pyharness.check import oracle
+from pyharness.device import ggml
 
 EXAMPLES = os.environ.get("PYHARNESS_EXAMPLES")
 THREADS = 1  # of the CPU: the cases are small

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from pyharness import errors, ptxas
-from pyharness.ptxas import Kernel
+from pyharness.base import errors
+from pyharness.perf import ptxas
+from pyharness.perf.ptxas import Kernel
 
 REPORT = """\
 ptxas info    : 0 bytes gmem
@@ -38,7 +39,7 @@ def test_every_kernel_takes_what_is_on_record(nvcc: Path) -> None:
     if ptxas.version(nvcc) != compiler:
         pytest.skip(f"the record is of nvcc {compiler}, this is {ptxas.version(nvcc)}")
     difference = ptxas.compare(want, ptxas.compile_all(nvcc))
-    assert not difference, "\n".join(["run `python -m pyharness.ptxas --write` if this is meant:", *difference])
+    assert not difference, "\n".join(["run `python -m pyharness.perf.ptxas --write` if this is meant:", *difference])
 
 
 def test_every_architecture_is_on_record() -> None:

@@ -18,8 +18,11 @@ from attention import NINF, Operator, attention, case, in_a_graph, last_words, p
 from large import PERIOD, Large
 from numpy.typing import NDArray
 
-from pyharness import cases, digest, ggml, gradcheck, inputs, oracle, reference
-from pyharness.operands import Inputs
+from pyharness.base import digest
+from pyharness.case import cases, inputs, reference
+from pyharness.case.operands import Inputs
+from pyharness.check import gradcheck, oracle
+from pyharness.device import ggml
 
 MAP_NORESERVE = 0x4000  # Linux's; Python's mmap names it from 3.13 on
 

@@ -12,7 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pyharness import digest, errors, ggml, losses, tiny, train
+from pyharness.base import digest, errors
+from pyharness.device import ggml
+from pyharness.receipts import losses
+from pyharness.training import tiny, train
 
 NARROW = {"embd": 64, "ff": 64}
 LOSS = losses.LIMITS["cuda"].loss

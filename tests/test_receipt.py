@@ -18,20 +18,11 @@ from typing import Any
 import pytest
 from receipt_world import CASES, KERNEL, World, change, libraries, make
 
-from pyharness import (
-    capture_file,
-    cli,
-    commits,
-    differences,
-    digest,
-    errors,
-    oracle,
-    pages,
-    result,
-    signing,
-    statement,
-    verify,
-)
+from pyharness.base import digest, errors
+from pyharness.case import capture_file, result
+from pyharness.check import oracle
+from pyharness.cli import cli
+from pyharness.receipts import commits, differences, pages, signing, statement, verify
 
 
 @pytest.fixture(scope="module")
@@ -101,9 +92,9 @@ def test_files_are_listed_by_bytes_by_text_and_as_git_names_them(world: World) -
     assert listed[KERNEL]["sha256_lf"] == listed[KERNEL]["sha256"]
     assert listed[KERNEL]["git_blob"] == world.git("hash-object", KERNEL).strip()
     assert listed["tests/data/minilm-l0.gguf"]["role"] == "data"
-    assert listed["pyharness/reference.py"]["role"] == "measure"
-    assert listed["pyharness/statement.py"]["role"] == "harness"
-    assert {"ggml/edits.toml", "ggml/upstream.toml", "pyharness/schema/receipt-1.json"} <= listed.keys()
+    assert listed["pyharness/case/reference.py"]["role"] == "measure"
+    assert listed["pyharness/receipts/statement.py"]["role"] == "harness"
+    assert {"ggml/edits.toml", "ggml/upstream.toml", "pyharness/receipts/schema/receipt-1.json"} <= listed.keys()
 
 
 def test_crlf_changes_the_bytes_and_the_blob_but_not_the_text(tmp_path: Path) -> None:

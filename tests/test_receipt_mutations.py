@@ -11,20 +11,12 @@ from typing import Any
 import pytest
 from receipt_world import CASES, KERNEL, World, change, libraries, make, timed, trained
 
-from pyharness import (
-    cases,
-    differences,
-    errors,
-    ggml,
-    losses,
-    options,
-    pages,
-    show,
-    signing,
-    statement,
-    verify,
-)
-from pyharness.digest import ROOT
+from pyharness import options
+from pyharness.base import errors
+from pyharness.base.digest import ROOT
+from pyharness.case import cases
+from pyharness.device import ggml
+from pyharness.receipts import differences, losses, pages, show, signing, statement, verify
 
 
 @pytest.fixture(scope="module")
@@ -437,19 +429,19 @@ def test_a_receipt_for_another_commit(world: World) -> None:
 
 def test_a_commit_that_touches_nothing_the_receipt_stands_on(world: World) -> None:
     (world.root / "README.md").write_text("hello\n")
-    world.edit("pyharness/report.py", lambda data: data + b"\n")
+    world.edit("pyharness/check/report.py", lambda data: data + b"\n")
     world.git("add", ".")
     world.git("commit", "-q", "-m", "words")
     code, text = world.verify(world.oracle)
     assert code == 0
-    assert "note     files: pyharness/report.py has changed (decides no result)" in text
+    assert "note     files: pyharness/check/report.py has changed (decides no result)" in text
 
 
 def test_the_module_that_decides_results(world: World) -> None:
-    world.edit("pyharness/reference.py", lambda data: data + b"\n")
+    world.edit("pyharness/case/reference.py", lambda data: data + b"\n")
     code, text = world.verify(world.oracle)
     assert code == 6
-    assert "STALE    files: pyharness/reference.py has changed" in text
+    assert "STALE    files: pyharness/case/reference.py has changed" in text
 
 
 # ---- a training ----

@@ -9,7 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from pyharness import cli, errors, options, pages, perf, receipt
+from pyharness import options
+from pyharness.base import errors
+from pyharness.cli import cli, receipt
+from pyharness.perf import perf
+from pyharness.receipts import pages
 
 IDS = ("0123456789ab", "0123ffffffff", "89abcdef0123")
 

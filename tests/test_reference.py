@@ -7,8 +7,8 @@ import pytest
 from attention import case
 from numpy.typing import NDArray
 
-from pyharness import cases, inputs, reference
-from pyharness.operands import Inputs
+from pyharness.case import cases, inputs, reference
+from pyharness.case.operands import Inputs
 
 CASES = [
     "hsk=64,hsv=64,nh=4,nhkv=2,kv=600,nb=300",

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from pyharness.digest import ROOT
+from pyharness.base.digest import ROOT
 
-SOURCES = sorted((ROOT / "pyharness").glob("*.py"))
-SCRIPTS = [*sorted((ROOT / "scripts").iterdir()), *sorted((ROOT / "pyharness").glob("*.sh")), ROOT / ".ci/run"]
+SOURCES = sorted((ROOT / "pyharness").rglob("*.py"))
+SCRIPTS = [*sorted((ROOT / "scripts").iterdir()), *sorted((ROOT / "pyharness").rglob("*.sh")), ROOT / ".ci/run"]
 MODULES = {"pickle", "marshal", "shelve", "dill", "yaml", "xmlrpc", "code", "codeop"}
 CALLS = {"eval", "exec", "compile", "__import__", "os.system", "os.popen", "subprocess.getoutput", "tempfile.mktemp"}
 FLAGS = {"shell", "allow_pickle", "trust_remote_code"}

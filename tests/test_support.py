@@ -7,7 +7,10 @@ import json
 import pytest
 from attention import case
 
-from pyharness import cases, cli, ggml, support
+from pyharness.case import cases
+from pyharness.check import support
+from pyharness.cli import cli
+from pyharness.device import ggml
 
 pytestmark = pytest.mark.usefixtures("library")
 

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from pyharness import cases, statement, tables, timing
+from pyharness.case import cases
+from pyharness.receipts import statement, tables, timing
 
 LARGE = "FLASH_ATTN_BACK(hsk=128,hsv=128,nh=32,nhkv=8,kv=4096,nb=4096)"
 WINDOW = "FLASH_ATTN_BACK(hsk=128,hsv=128,nh=32,nhkv=8,kv=4096,nb=4096,kv_first=1,kv_count=9)"

@@ -16,7 +16,9 @@ from collections.abc import Callable, Iterator
 import pyte
 import pytest
 
-from pyharness import cases, errors, ggml
+from pyharness.base import errors
+from pyharness.case import cases
+from pyharness.device import ggml
 
 pytestmark = pytest.mark.usefixtures("library")
 
@@ -121,7 +123,7 @@ def piped(*words: str) -> str:
 
 def test_every_verb_with_a_bar_is_here() -> None:
     """The verbs whose module makes a Reporter, itself or through another."""
-    users = {path.stem for path in (ggml.ROOT / "pyharness").glob("*.py") if "report.Reporter(" in path.read_text()}
+    users = {path.stem for path in (ggml.ROOT / "pyharness").rglob("*.py") if "report.Reporter(" in path.read_text()}
     assert users == {"oracle", "gradcheck"}
     assert set(VERBS) == {"oracle", "grad", "replay"}
 

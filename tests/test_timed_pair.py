@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from attention import small
 
-from pyharness import inputs, operands, pair, peers, perf, quant, reference
-from pyharness.ggml import Device, Library
+from pyharness.case import inputs, operands, quant, reference
+from pyharness.device.ggml import Device, Library
+from pyharness.perf import pair, peers, perf
 
 MOVES = {"NONE", "VIEW", "PERMUTE"}
 """Nodes that cost no time."""

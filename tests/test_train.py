@@ -15,8 +15,15 @@ import numpy as np
 import pytest
 from attention import attention
 
-from pyharness import capture_file, cli, errors, ggml, oracle, reference, statement, tiny, train, tree, verify
-from pyharness.losses import LIMITS, compare
+from pyharness.base import errors
+from pyharness.case import capture_file, reference
+from pyharness.check import oracle
+from pyharness.cli import cli
+from pyharness.device import ggml
+from pyharness.patch import tree
+from pyharness.receipts import statement, verify
+from pyharness.receipts.losses import LIMITS, compare
+from pyharness.training import tiny, train
 
 pytestmark = pytest.mark.slow
 

@@ -13,9 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from pyharness import digest, tree
-from pyharness.cli import main
-from pyharness.tree import MANIFEST, Base, TreeError
+from pyharness.base import digest
+from pyharness.cli.cli import main
+from pyharness.patch import tree
+from pyharness.patch.tree import MANIFEST, Base, TreeError
 
 Files = dict[str, bytes]
 
@@ -488,7 +489,7 @@ def test_the_system_s_python_unpacks(index: Path, tmp_path: Path) -> None:
 for name in ("tree_sitter", "tree_sitter_c", "tree_sitter_cmake", "tree_sitter_cpp"):
     sys.modules[name] = unittest.mock.MagicMock()
 from pathlib import Path
-from pyharness import tree
+from pyharness.patch import tree
 tree.unpack(Path(sys.argv[1]), "vendor/tree", Path(sys.argv[2]))"""
     command = [str(python), "-c", code, str(index / "some_tree-1.0.tar.gz"), str(tmp_path / "tree")]
     subprocess.run(command, cwd=digest.ROOT, env={"PYTHONDONTWRITEBYTECODE": "1"}, check=True)

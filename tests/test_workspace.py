@@ -10,8 +10,11 @@ from typing import NamedTuple
 
 import pytest
 
-from pyharness import errors, ptxas, stress, tree
-from pyharness.cases import Case
+from pyharness.base import errors
+from pyharness.case.cases import Case
+from pyharness.check import stress
+from pyharness.patch import tree
+from pyharness.perf import ptxas
 
 MIB = 1 << 20
 

@@ -34,7 +34,7 @@ static const char * const flash_attn_back_grad_cases[] = {
 };
 #undef FLASH_ATTN_BACK
 
-// the keys of a case; defaults as in pyharness/cases.py
+// the keys of a case; defaults as in pyharness/case/cases.py
 struct flash_attn_back_args {
     const std::string text;
 
@@ -387,7 +387,7 @@ struct test_flash_attn_back : public test_case {
         return out;
     }
 
-    // squared error that plain F32 arithmetic may make in each head of a part, to first order, as in pyharness/reference.py
+    // squared error that plain F32 arithmetic may make in each head of a part, to first order, as in pyharness/case/reference.py
     void find_rounding() {
         const auto square   = [](double x) { return x * x; };
         const auto length2  = [&](const float * x, int64_t n) { return std::inner_product(x, x + n, x, 0.0); };

@@ -1,0 +1,1 @@
+"""Cases: their grammar, their operands, the float64 reference."""

@@ -1,0 +1,1 @@
+"""Checks of the operator against float64, of a GPU end to end."""

@@ -1,0 +1,1 @@
+"""ggml and the devices that it finds."""

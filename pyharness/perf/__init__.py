@@ -1,0 +1,1 @@
+"""Times of the operator and of its peers."""

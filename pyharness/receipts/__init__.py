@@ -1,0 +1,1 @@
+"""Receipts: what they hold, how they are verified, shown and quoted."""

@@ -1,0 +1,1 @@
+"""Training a small model in llama.cpp."""
