@@ -411,7 +411,7 @@ def test_a_device_or_machine_without_it_says_so(monkeypatch: pytest.MonkeyPatch,
     stand_in(monkeypatch, capability=(8, 9))
     monkeypatch.setattr(fa3, "find", lambda: None)
     assert unavailable(peers.Fa3(GPU, plain(SQUARE), "float16")) == (
-        "FlashAttention-3 is not installed (pip install --no-deps dew-flash-attn-cu13)"
+        "FlashAttention-3 is not installed: it is in the package dew-flash-attn-cu13"
     )
     cpu = Device("CPU", "", 0, 0, None)
     assert unavailable(peers.Fa3(cpu, plain(SQUARE), "float16")) == "CPU is no GPU"

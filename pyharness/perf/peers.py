@@ -606,7 +606,7 @@ class Fa3(_Torch):
         if self._index is None:
             raise Unavailable(f"{self._device.name} is no GPU")
         if path is None:
-            raise Unavailable(f"FlashAttention-3 is not installed (pip install --no-deps {fa3.WHEEL})")
+            raise Unavailable(f"FlashAttention-3 is not installed: it is in the package {fa3.WHEEL}")
         dk, dv = given.q.shape[3], given.d.shape[3]
         if dk != dv or dk not in fa3.HEAD_SIZES:
             raise Unavailable(f"no head sizes but {', '.join(map(str, fa3.HEAD_SIZES))} there, one for K and V")
