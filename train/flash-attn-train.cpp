@@ -2,8 +2,8 @@
 //
 //   start       what runs: parameters, tokens, windows; whether flash attention is on once the optimizer is set up
 //   step        loss and seconds of a step
-//   node        a node of the first step's graph that belongs to an attention: its layer, its backend, the layer's device, and the
-//               operator's kernel path that runs it; none runs a forward that is ggml's own
+//   node        a node of the first step's graph that belongs to an attention: its layer, its backend, the layer's device,
+//               and the operator's kernel path that runs it; none runs a forward that is ggml's own
 //   ops         how many nodes of an op run on a backend in the first step
 //   memory      bytes of each buffer type after the first step, of a device over the run, and of this process at its peak
 //   perplexity  of the model on the text
@@ -228,9 +228,9 @@ struct observer {
     }
 
     static const char * path_of(const ggml_tensor * node, ggml_backend_dev_t dev) {
-        const char * name = "ggml_backend_flash_attn_back_path";
-        auto * ask        = (ggml_backend_flash_attn_back_path_t) ggml_backend_reg_get_proc_address(ggml_backend_dev_backend_reg(dev), name);
-        const char * path = ask ? ask(dev, node) : nullptr;
+        ggml_backend_reg_t reg = ggml_backend_dev_backend_reg(dev);
+        void * pointer         = ggml_backend_reg_get_proc_address(reg, "ggml_backend_flash_attn_back_path");
+        const char * path      = pointer ? ((ggml_backend_flash_attn_back_path_t) pointer)(dev, node) : nullptr;
         return path ? path : "none";
     }
 
@@ -240,15 +240,17 @@ struct observer {
         const std::string name = dev ? ggml_backend_dev_name(dev) : "none";
         ops[{ ggml_op_desc(node), name }]++;
         if (node->op == GGML_OP_FLASH_ATTN_EXT || node->op == GGML_OP_FLASH_ATTN_BACK) {
-            const int layer = layer_of(node->src[0]);
-            printf("{\"event\": \"node\", \"op\": \"%s\", \"layer\": %d, \"backend\": \"%s\", \"device\": \"%s\", \"path\": \"%s\"}\n",
-                ggml_op_name(node->op), layer, name.c_str(), layer < 0 ? "" : ggml_backend_dev_name(ctx->get_model().dev_layer(layer)),
-                dev ? path_of(node, dev) : "none");
+            const int layer     = layer_of(node->src[0]);
+            const char * device = layer < 0 ? "" : ggml_backend_dev_name(ctx->get_model().dev_layer(layer));
+            printf("{\"event\": \"node\", \"op\": \"%s\", \"layer\": %d, \"backend\": \"%s\", \"device\": \"%s\", ",
+                ggml_op_name(node->op), layer, name.c_str(), device);
+            printf("\"path\": \"%s\"}\n", dev ? path_of(node, dev) : "none");
         }
     }
 
     void capture(const ggml_tensor * node) const {
-        static const char * names[] = { "q", "k", "v", "mask", "sinks", nullptr, "d" }; // autodiff's o is not there for its values
+        // autodiff's o is not there for its values
+        static const char * names[] = { "q", "k", "v", "mask", "sinks", nullptr, "d" };
         gguf_file file;
         for (int i = 0; i < 7; ++i) {
             if (node->src[i] && names[i]) {

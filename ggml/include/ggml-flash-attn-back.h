@@ -63,13 +63,15 @@ extern "C" {
             struct ggml_tensor  * d,
             struct ggml_flash_attn_back_params params);
 
-    // Makes o stand for what its forward saves for the gradient, no longer for its values, as autodiff does: o must be a FLASH_ATTN_EXT node of
-    // the same q, k, v, mask, sinks and parameters whose result no buffer holds yet and no other node overwrites. A backend that saves nothing,
-    // or that did not run this o, computes back as if o were NULL. false, and nothing changes, where o is not such a node.
+    // Makes o stand for what its forward saves for the gradient, no longer for its values, as autodiff does. o must be a
+    // FLASH_ATTN_EXT node of the same q, k, v, mask, sinks and parameters whose result no buffer holds yet and no other
+    // node overwrites. A backend that saves nothing, or that did not run this o, computes back as if o were NULL.
+    // false, and nothing changes, where o is not such a node.
     GGML_API bool ggml_flash_attn_back_use_saved(struct ggml_tensor * back);
 
-    // Whether a kernel that rounds q and k to fp16 splits each of their values in two of fp16 (about 22 bits) for every logit; else it does so
-    // only where logits are large. node: a FLASH_ATTN_BACK node, or a FLASH_ATTN_EXT node, from which autodiff hands it on.
+    // Whether a kernel that rounds q and k to fp16 splits each of their values in two of fp16 (about 22 bits) for every
+    // logit; else it does so only where logits are large. node: a FLASH_ATTN_BACK node, or a FLASH_ATTN_EXT node, from
+    // which autodiff hands it on.
     GGML_API void ggml_flash_attn_back_set_split(struct ggml_tensor * node, bool split);
 
     // whether the result holds this part
@@ -91,11 +93,14 @@ extern "C" {
     // "ggml_backend_flash_attn_back_refusal": why the device does not run this node, NULL if it does (supports_op is the same answer)
     // "ggml_backend_flash_attn_back_path":    name of the kernel path that the device takes for a node that it runs
     // "ggml_backend_flash_attn_back_source":  ggml_flash_attn_back_source of the backend's own library
-    // Of a FLASH_ATTN_EXT node the first two answer for a forward that saves something for the gradient: where there is none, ggml's own runs.
+    // Of a FLASH_ATTN_EXT node the first two answer for a forward that saves something for the gradient: where there is
+    // none, ggml's own runs.
     struct ggml_backend_device;
-    typedef const char * (*ggml_backend_flash_attn_back_refusal_t)(struct ggml_backend_device * dev, const struct ggml_tensor * node);
-    typedef const char * (*ggml_backend_flash_attn_back_path_t)   (struct ggml_backend_device * dev, const struct ggml_tensor * node);
-    typedef const char * (*ggml_backend_flash_attn_back_source_t) (void);
+    typedef const char * (*ggml_backend_flash_attn_back_refusal_t)(
+            struct ggml_backend_device * dev, const struct ggml_tensor * node);
+    typedef const char * (*ggml_backend_flash_attn_back_path_t)(
+            struct ggml_backend_device * dev, const struct ggml_tensor * node);
+    typedef const char * (*ggml_backend_flash_attn_back_source_t)(void);
 
 #ifdef  __cplusplus
 }

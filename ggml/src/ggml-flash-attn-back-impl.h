@@ -47,8 +47,8 @@ struct ggml_flash_attn_back_node {
 
 GGML_API struct ggml_flash_attn_back_node ggml_flash_attn_back_decode(const struct ggml_tensor * node);
 
-// The pair: ggml_flash_attn_back_use_saved marks a FLASH_ATTN_EXT node, whose forward then saves for the gradient behind its result. Saved,
-// after padding to GGML_FLASH_ATTN_BACK_SAVED_ALIGN: a stamp of 16 bytes, float[S*H*N] and uint32_t[S*H].
+// The pair: ggml_flash_attn_back_use_saved marks a FLASH_ATTN_EXT node, whose forward then saves for the gradient behind
+// its result. Saved, after padding to GGML_FLASH_ATTN_BACK_SAVED_ALIGN: a stamp of 16 bytes, float[S*H*N], uint32_t[S*H].
 #define GGML_FLASH_ATTN_BACK_SAVED_ALIGN 16
 
 // whether attn is a FLASH_ATTN_EXT node that is marked

@@ -40,7 +40,8 @@ const char * ggml_flash_attn_back_train_refusal(ggml_backend_dev_t dev, const st
 
     const char * reason = ggml_flash_attn_back_broken_rule(src[0], src[1], src[2], src[3], src[4], /*o =*/NULL, d, params);
     if (!reason) {
-        struct ggml_tensor * back = ggml_flash_attn_back(ctx, src[0], src[1], src[2], src[3], src[4], /*o =*/NULL, d, params);
+        struct ggml_tensor * back =
+            ggml_flash_attn_back(ctx, src[0], src[1], src[2], src[3], src[4], /*o =*/NULL, d, params);
         ggml_flash_attn_back_set_split(back, ggml_flash_attn_back_decode(attn).split);
         reason = refusal(dev, back);
     }

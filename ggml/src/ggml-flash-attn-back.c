@@ -3,8 +3,8 @@
 
 #include <string.h>
 
-// op_params: 0 to 4 are the forward's (scale, max_bias, logit_softcap, precision, n_kv_max), then ours, of which the last two
-// are those of FLASH_ATTN_EXT nodes too
+// op_params: 0 to 4 are the forward's (scale, max_bias, logit_softcap, precision, n_kv_max), then ours, of which the last
+// two are those of FLASH_ATTN_EXT nodes, too
 #define N_OP_PARAMS       3 // that the gradient depends on
 #define OP_PARAM_GRADS    5
 #define OP_PARAM_KV_FIRST 6 // two slots
@@ -80,11 +80,12 @@ static void set_shape(
 struct ggml_flash_attn_back_node ggml_flash_attn_back_decode(const struct ggml_tensor * tensor) {
     GGML_ASSERT(tensor->op == GGML_OP_FLASH_ATTN_BACK || tensor->op == GGML_OP_FLASH_ATTN_EXT);
 
+    struct ggml_tensor * const * src      = tensor->src;
     struct ggml_flash_attn_back_node node = { 0 };
     node.scale                            = ggml_get_op_params_f32(tensor, 0);
     node.max_bias                         = ggml_get_op_params_f32(tensor, 1);
     node.logit_softcap                    = fabsf(ggml_get_op_params_f32(tensor, 2)); // c*tanh(x/c) is even in c
-    set_shape(&node, tensor->src[GGML_FLASH_ATTN_BACK_SRC_Q], tensor->src[GGML_FLASH_ATTN_BACK_SRC_K], tensor->src[GGML_FLASH_ATTN_BACK_SRC_V]);
+    set_shape(&node, src[GGML_FLASH_ATTN_BACK_SRC_Q], src[GGML_FLASH_ATTN_BACK_SRC_K], src[GGML_FLASH_ATTN_BACK_SRC_V]);
     node.split = ggml_get_op_params_i32(tensor, OP_PARAM_SPLIT) != 0;
     if (tensor->op == GGML_OP_FLASH_ATTN_EXT) {
         node.kv_count = node.M;
@@ -105,10 +106,11 @@ size_t ggml_flash_attn_back_saved_size(const struct ggml_tensor * attn) {
     if (!ggml_flash_attn_back_is_marked(attn)) {
         return 0;
     }
-    // of the result's shape alone, as ggml's RPC backend remembers sizes by that: as many KV heads as there are query heads
-    const int64_t heads = attn->ne[1] * attn->ne[3];
-    const size_t nbytes = ggml_nbytes(attn);
-    return GGML_PAD(nbytes, GGML_FLASH_ATTN_BACK_SAVED_ALIGN) - nbytes + 16 + heads * (attn->ne[2] * sizeof(float) + sizeof(uint32_t));
+    // by the result's shape alone, as ggml's RPC backend remembers sizes: a word for each query head, not for each KV head
+    const int64_t heads  = attn->ne[1] * attn->ne[3];
+    const size_t nbytes  = ggml_nbytes(attn);
+    const size_t padding = GGML_PAD(nbytes, GGML_FLASH_ATTN_BACK_SAVED_ALIGN) - nbytes;
+    return padding + 16 + heads * (attn->ne[2] * sizeof(float) + sizeof(uint32_t));
 }
 
 bool ggml_flash_attn_back_o_is_saved(const struct ggml_tensor * back) {
@@ -122,13 +124,16 @@ static bool is_gradient(const struct ggml_tensor * back, const struct ggml_tenso
             return false;
         }
     }
-    return attn->op == GGML_OP_FLASH_ATTN_EXT && memcmp(back->op_params, attn->op_params, N_OP_PARAMS * sizeof(back->op_params[0])) == 0 &&
-        back->op_params[OP_PARAM_SPLIT] == attn->op_params[OP_PARAM_SPLIT];
+    return attn->op == GGML_OP_FLASH_ATTN_EXT && back->op_params[OP_PARAM_SPLIT] == attn->op_params[OP_PARAM_SPLIT] &&
+        memcmp(back->op_params, attn->op_params, N_OP_PARAMS * sizeof(back->op_params[0])) == 0;
 }
 
 const struct ggml_tensor * ggml_flash_attn_back_forward(const struct ggml_tensor * back) {
     const struct ggml_tensor * attn = back->src[GGML_FLASH_ATTN_BACK_SRC_O];
-    return ggml_flash_attn_back_o_is_saved(back) && attn && is_gradient(back, attn) && ggml_flash_attn_back_is_marked(attn) ? attn : NULL;
+    if (!ggml_flash_attn_back_o_is_saved(back) || !attn || !ggml_flash_attn_back_is_marked(attn) || !is_gradient(back, attn)) {
+        return NULL;
+    }
+    return attn;
 }
 
 bool ggml_flash_attn_back_use_saved(struct ggml_tensor * back) {
@@ -281,8 +286,9 @@ static bool needs_grad(const struct ggml_cgraph * cgraph, const struct ggml_tens
 static bool is_overwritten(const struct ggml_cgraph * cgraph, const struct ggml_tensor * attn) {
     for (int i = 0; i < cgraph->n_nodes; ++i) {
         const struct ggml_tensor * node = cgraph->nodes[i];
-        const bool reads                = node->op == GGML_OP_VIEW || node->op == GGML_OP_RESHAPE || node->op == GGML_OP_PERMUTE || node->op == GGML_OP_TRANSPOSE;
-        if (node->view_src == attn && !reads) {
+        const enum ggml_op op           = node->op;
+        const bool shows                = op == GGML_OP_VIEW || op == GGML_OP_RESHAPE || op == GGML_OP_PERMUTE || op == GGML_OP_TRANSPOSE;
+        if (node->view_src == attn && !shows) {
             return true;
         }
     }
@@ -332,7 +338,8 @@ void ggml_flash_attn_back_src_grads(
     // the forward's precision is left out: GGML_PREC_F32 there means sums in F32, which all backends have
     ggml_flash_attn_back_set_split(back, ggml_get_op_params_i32(node, OP_PARAM_SPLIT) != 0);
     if (is_overwritten(cgraph, node) || !ggml_flash_attn_back_use_saved(back)) {
-        // not its values: a forward that rounds q, v or its sums to 16 bit makes D = do . o too inexact where V is nearly constant
+        // not its values: a forward that rounds q, v or its sums to 16 bit makes D = do . o too inexact where V is nearly
+        // constant
         back->src[GGML_FLASH_ATTN_BACK_SRC_O] = NULL;
     }
 

@@ -897,7 +897,10 @@ bool aligned(const ggml_tensor * t) {
 }
 
 const char * refusal(ggml_backend_device * /*dev*/, const ggml_tensor * node) {
-    return node->op == GGML_OP_FLASH_ATTN_EXT ? "the CPU's forward saves nothing" : ggml_cpu_flash_attn_back_refusal(node);
+    if (node->op == GGML_OP_FLASH_ATTN_EXT) {
+        return "the CPU's forward saves nothing";
+    }
+    return ggml_cpu_flash_attn_back_refusal(node);
 }
 
 const char * path(ggml_backend_device * /*dev*/, const ggml_tensor * node) {

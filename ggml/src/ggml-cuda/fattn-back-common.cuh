@@ -34,8 +34,8 @@ struct fattn_back_src {
     }
 };
 
-// What the forward of a path leaves behind its result for the backward of the same path. It ends with its path's stamp in word 0; a backward
-// whose kernels find another word there recomputes all, and ends with 0 there.
+// What the forward of a path leaves behind its result for the backward of the same path. It ends with its path's stamp in
+// word 0; a backward whose kernels find another word there recomputes all, and ends with 0 there.
 struct fattn_back_saved {
     uint32_t * stamp; // 4 words; NULL: nothing is saved, nor are the others there
     float * lse;      // of row fattn_back_args::row, as the path's kernels use it
@@ -45,7 +45,8 @@ struct fattn_back_saved {
 #define FATTN_BACK_STAMP_HOPPER 0xa4e0edf4u
 #define FATTN_BACK_STAMP_MMA    0x37d4aacfu
 
-// of a FLASH_ATTN_EXT node, or of the one that a FLASH_ATTN_BACK node is the gradient of where a path of this device has run it; else none
+// of a FLASH_ATTN_EXT node, or of the one that a FLASH_ATTN_BACK node is the gradient of, where a path of this device
+// runs it; else none
 fattn_back_saved fattn_back_get_saved(const ggml_tensor * node);
 
 // a FLASH_ATTN_BACK node, or a FLASH_ATTN_EXT node, which has neither o, dO nor parts
@@ -53,7 +54,7 @@ struct fattn_back_args {
     fattn_back_src q;
     fattn_back_src k;
     fattn_back_src v;
-    fattn_back_src o; // D is taken from its values, unless saved is there: then it is the result that saved belongs to, to be used with it alone
+    fattn_back_src o; // D is taken from its values; where saved is there: the result behind which it is, to be used with it alone
     fattn_back_src dO;
 
     const char * mask; // F16, NULL: none

@@ -45,9 +45,8 @@ const char * ggml_cuda_flash_attn_back_mma_refusal(const int device, const ggml_
 
 fattn_back_plan ggml_cuda_flash_attn_back_mma_plan(const int device, const ggml_tensor * dst, const size_t limit) {
     const auto & info        = ggml_cuda_info().devices[device];
-    const bool split_all     = fattn_back_split_all(ggml_flash_attn_back_decode(dst));
-    fattn_back_mma_plan plan = fattn_back_mma_make_plan(
-        fattn_back_get_args(dst), split_all, ggml_cuda_highest_compiled_arch(info.cc), info.nsm, limit);
+    const auto args          = fattn_back_get_args(dst);
+    fattn_back_mma_plan plan = fattn_back_mma_make_plan(args, args.split_all, ggml_cuda_highest_compiled_arch(info.cc), info.nsm, limit);
     return { plan.nbytes, [plan](char * workspace, cudaStream_t stream) mutable { fattn_back_mma_run(plan, workspace, stream); } };
 }
 

@@ -88,15 +88,18 @@ static size_t fattn_back_free() {
     return free;
 }
 
-// runs the first plan whose workspace fits what is free, of ever smaller limits, of path and of the paths that next gives; false if none fits
+// runs the first plan whose workspace fits what is free: of path, for ever smaller limits, then of the paths that next
+// gives; false if none fits
 template <typename P, typename N>
-static bool fattn_back_run(ggml_backend_cuda_context & ctx, const ggml_tensor * dst, const fattn_back_path * path, const P make_plan, const N & next) {
+static bool fattn_back_run(
+    ggml_backend_cuda_context & ctx, const ggml_tensor * dst, const fattn_back_path * path, const P make_plan, const N & next) {
     size_t limit         = fattn_back_workspace_limit();
     fattn_back_plan plan = (path->*make_plan)(ctx.device, dst, limit);
     size_t & held        = fattn_back_held_by(ctx);
     if (plan.nbytes > held) {
         const size_t free = fattn_back_free();
-        const size_t room = held + (free - std::min(free, FATTN_BACK_SLACK)) / 21 * 20; // the pool may take a twentieth more
+        // the pool may take a twentieth more
+        const size_t room = held + (free - std::min(free, FATTN_BACK_SLACK)) / 21 * 20;
         while (plan.nbytes > room) {
             limit /= 2;
             if (limit < FATTN_BACK_MIN_LIMIT) {
@@ -123,14 +126,15 @@ void ggml_cuda_flash_attn_back(ggml_backend_cuda_context & ctx, ggml_tensor * ds
     }
     const auto next = [&](const fattn_back_path * p) { return fattn_back_choose(ctx.device, dst, &reason, p + 1); };
     if (!fattn_back_run(ctx, dst, path, &fattn_back_path::plan, next)) {
-        GGML_LOG_ERROR(
-            "FLASH_ATTN_BACK: device %d has %.1f MiB free, too little for any path\n", ctx.device, fattn_back_free() / 1048576.0);
+        const double free = fattn_back_free() / 1048576.0;
+        GGML_LOG_ERROR("FLASH_ATTN_BACK: device %d has %.1f MiB free, too little for any path\n", ctx.device, free);
         fattn_back_out_of_memory = true;
     }
 }
 
 // the path whose forward runs attn: the one that takes its gradient, if it has a forward that takes it
-static const fattn_back_path * fattn_back_choose_forward(const int device, const ggml_tensor * attn, const char ** reason) {
+static const fattn_back_path * fattn_back_choose_forward(
+    const int device, const ggml_tensor * attn, const char ** reason) {
     const fattn_back_path * path = fattn_back_choose(device, attn, reason);
     if (path == nullptr) {
         return nullptr;
@@ -141,13 +145,13 @@ static const fattn_back_path * fattn_back_choose_forward(const int device, const
 
 // the device whose memory holds attn and what is saved behind it, -1 if there is none
 static int fattn_back_saved_device(const ggml_tensor * attn) {
-    if (!ggml_flash_attn_back_is_marked(attn) || attn->data == nullptr || attn->buffer == nullptr || attn->view_src != nullptr ||
-        (uintptr_t) attn->data % GGML_FLASH_ATTN_BACK_SAVED_ALIGN != 0) {
+    const uintptr_t data = (uintptr_t) attn->data;
+    if (!ggml_flash_attn_back_is_marked(attn) || data == 0 || attn->buffer == nullptr || attn->view_src != nullptr) {
         return -1;
     }
     const uintptr_t base = (uintptr_t) ggml_backend_buffer_get_base(attn->buffer);
     const uintptr_t end  = base + ggml_backend_buffer_get_size(attn->buffer);
-    if ((uintptr_t) attn->data < base || (uintptr_t) attn->data + ggml_cuda_flash_attn_train_alloc_size(attn) > end) {
+    if (data < base || data + ggml_cuda_flash_attn_train_alloc_size(attn) > end || data % GGML_FLASH_ATTN_BACK_SAVED_ALIGN != 0) {
         return -1;
     }
     for (int device = 0; device < ggml_backend_cuda_get_device_count(); ++device) {
@@ -162,7 +166,8 @@ fattn_back_saved fattn_back_get_saved(const ggml_tensor * node) {
     const ggml_tensor * attn = node;
     if (node->op == GGML_OP_FLASH_ATTN_BACK) {
         attn = ggml_flash_attn_back_forward(node);
-        if (attn == nullptr || node->buffer == nullptr || attn->buffer == nullptr || node->buffer->buft != attn->buffer->buft) {
+        if (attn == nullptr || attn->buffer == nullptr || node->buffer == nullptr ||
+            node->buffer->buft != attn->buffer->buft) {
             return {};
         }
     }
@@ -171,9 +176,10 @@ fattn_back_saved fattn_back_get_saved(const ggml_tensor * node) {
     if (device < 0 || (node != attn && fattn_back_choose_forward(device, attn, &reason) == nullptr)) {
         return {};
     }
+    const size_t offset                   = GGML_PAD(ggml_nbytes(attn), GGML_FLASH_ATTN_BACK_SAVED_ALIGN);
     const ggml_flash_attn_back_node shape = ggml_flash_attn_back_decode(attn);
-    uint32_t * stamp = (uint32_t *) ((char *) attn->data + GGML_PAD(ggml_nbytes(attn), GGML_FLASH_ATTN_BACK_SAVED_ALIGN));
-    float * lse      = (float *) (stamp + 4);
+    uint32_t * stamp                      = (uint32_t *) ((char *) attn->data + offset);
+    float * lse                           = (float *) (stamp + 4);
     return { stamp, lse, (uint32_t *) (lse + shape.S * shape.H * shape.N) };
 }
 
@@ -221,10 +227,11 @@ static int fattn_back_device_id(ggml_backend_dev_t dev) {
     GGML_ABORT("FLASH_ATTN_BACK: not a device of this backend");
 }
 
-// the path that runs the node of either kind
+// the path that runs the node, of either kind
 static const fattn_back_path * fattn_back_choose_any(ggml_backend_dev_t dev, const ggml_tensor * dst, const char ** reason) {
-    const int device = fattn_back_device_id(dev);
-    return dst->op == GGML_OP_FLASH_ATTN_EXT ? fattn_back_choose_forward(device, dst, reason) : fattn_back_choose(device, dst, reason);
+    const int device   = fattn_back_device_id(dev);
+    const bool forward = dst->op == GGML_OP_FLASH_ATTN_EXT;
+    return forward ? fattn_back_choose_forward(device, dst, reason) : fattn_back_choose(device, dst, reason);
 }
 
 static const char * fattn_back_refusal(ggml_backend_dev_t dev, const ggml_tensor * dst) {

@@ -5,7 +5,8 @@
 // takes less workspace where the device has less; where it has too little for any path nothing runs, and failed() says so
 void ggml_cuda_flash_attn_back(ggml_backend_cuda_context & ctx, ggml_tensor * dst);
 
-// a FLASH_ATTN_EXT node: false if it is not marked for training; else it is run, and what the backward may use of it is saved behind its result
+// a FLASH_ATTN_EXT node: false if it is not marked for training; else it is run, and what the backward may use of it is
+// saved behind its result
 bool ggml_cuda_flash_attn_train(ggml_backend_cuda_context & ctx, ggml_tensor * dst);
 
 // bytes that a buffer needs for tensor and what is saved behind it; 0 if nothing is
