@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,9 @@ from pyharness.case import cases, inputs, reference
 from pyharness.case.cases import Case
 from pyharness.case.operands import Inputs
 from pyharness.check import oracle
+from pyharness.cli import cli
 from pyharness.device import ggml
+from pyharness.receipts import statement
 
 SAVED = 15  # slot of op_params: the mark of a FLASH_ATTN_EXT node, and of a gradient's o
 SPLIT = 14
@@ -348,6 +351,23 @@ def test_a_pair_on_the_cpu_has_the_bits_of_the_gradient_alone(library: ggml.Libr
         assert pair.forward
         assert pair.forward.by == "ggml"
         assert 0 < pair.forward.worst_head_nmse < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("words", "graphs"), [(["--graph", "pair"], [1]), (["--graph", "backward"], [0]), ([], [0, 1])]
+)
+def test_the_oracle_runs_the_graphs_that_it_is_told_and_its_receipt_says_which(
+    library: ggml.Library, tmp_path: Path, words: list[str], graphs: list[int]
+) -> None:
+    listed = tmp_path / "some.def"
+    listed.write_text(f"{small()}\n")
+    where = ["--libs", str(library.directory), "-b", "CPU", "--case-file", str(listed), "--receipts", str(tmp_path)]
+    assert cli.main(["oracle", *where, *words]) == 0
+    (file,) = tmp_path.glob("*-oracle-*.json")
+    assert not statement.schema_errors(statement.read(file))
+    records = statement.read(file)["predicate"]["receipt"]["cases"]
+    assert [record["case"] for record in records] == [str(small(pair=pair)) for pair in graphs]
+    assert ["forward" in record for record in records] == [bool(pair) for pair in graphs]
 
 
 def test_the_output_of_a_path_is_a_part_like_the_others(
