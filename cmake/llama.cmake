@@ -13,6 +13,6 @@ set(LLAMA_VERSION      ${LLAMA_VERSION_BASE})
 get_filename_component(LLAMA_BUILD_COMMIT ${tree} NAME)
 add_subdirectory(${tree}/src llama EXCLUDE_FROM_ALL)
 
-add_executable(flash-attn-train EXCLUDE_FROM_ALL train/flash-attn-train.cpp)
+add_executable(flash-attn-train EXCLUDE_FROM_ALL examples/train/flash-attn-train.cpp)
 target_include_directories(flash-attn-train PRIVATE ${tree}/src)
 target_link_libraries(flash-attn-train PRIVATE llama)

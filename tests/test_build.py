@@ -74,7 +74,7 @@ def test_a_trainer_builds_against_the_installed_package_and_learns(built: Path, 
         "-G",
         "Ninja",
         "-S",
-        ROOT / "tests/consumer",
+        ROOT / "examples/consumer",
         "-B",
         tmp_path / "consumer",
         f"-DCMAKE_PREFIX_PATH={prefix}",
@@ -124,7 +124,7 @@ def test_thread_sanitizer_finds_nothing() -> None:
 def repository(tmp_path: Path) -> Path:
     """A copy of what CMake reads of this repository, with the smaller upstream archive in its cache."""
     copy = tmp_path / "repository"
-    for name in ("CMakeLists.txt", "CMakePresets.json", "cmake", "ggml", "pyharness", "pyproject.toml", "train"):
+    for name in ("CMakeLists.txt", "CMakePresets.json", "cmake", "ggml", "pyharness", "pyproject.toml", "examples"):
         if (ROOT / name).is_dir():
             shutil.copytree(ROOT / name, copy / name)
         elif (ROOT / name).is_file():
@@ -196,7 +196,7 @@ def test_a_project_without_packages_takes_this_one_in(repository: Path, bare: Pa
         f"""cmake_minimum_required(VERSION 3.21)
 project(trainer CXX)
 {TAKEN_IN[how].format(repository=repository)}
-add_executable(train "{ROOT}/tests/consumer/train.cpp")
+add_executable(train "{ROOT}/examples/consumer/train.cpp")
 target_compile_features(train PRIVATE cxx_std_17)
 target_link_libraries(train PRIVATE ggml)
 """

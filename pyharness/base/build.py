@@ -223,7 +223,7 @@ def test(args: list[str]) -> int:
     which are pytest's, only pytest runs. Leaves build/junit.xml."""
     quick, first = "--quick" in args, {"-x", "--exitfirst"} & set(args)
     words = [word for word in args if word != "--quick"]
-    folders = [ROOT / name for name in ("fuzz", "ggml", "tests", "train")]
+    folders = [ROOT / name for name in ("examples", "fuzz", "ggml", "tests")]
     suffixes = (".c", ".cpp", ".cu", ".cuh", ".h")
     sources = [str(path) for folder in folders for path in sorted(folder.rglob("*")) if path.suffix in suffixes]
     checks = {

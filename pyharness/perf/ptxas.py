@@ -1,4 +1,4 @@
-"""What the operator's CUDA kernels take of a multiprocessor, as ptxas reports it, held in ggml/ptxas.csv.
+"""What the operator's CUDA kernels take of a multiprocessor, as ptxas reports it, held in docs/ptxas.csv.
 
 `python -m pyharness.perf.ptxas` compiles the operator's CUDA files for every architecture of ARCHS, prints what differs
 from the file and exits 1 on a difference; with --write it writes the file anew.
@@ -25,7 +25,7 @@ from pyharness.base.digest import ROOT
 from pyharness.patch import tree
 
 ARCHS = ("80", "89", "90a", "120a")
-REPORT = ROOT / "ggml/ptxas.csv"
+REPORT = ROOT / "docs/ptxas.csv"
 _FLAGS = [
     "-std=c++17",
     "-O3",
@@ -135,7 +135,7 @@ def write(compiler: str, kernels: Iterable[Kernel], path: Path = REPORT) -> None
 def compare(want: list[Kernel], got: list[Kernel]) -> list[str]:
     """The lines of a diff from one report to another, none when they are the same."""
     old, new = ([",".join(map(str, kernel)) for kernel in kernels] for kernels in (want, got))
-    return list(difflib.unified_diff(old, new, "ggml/ptxas.csv", "this build", n=0, lineterm=""))
+    return list(difflib.unified_diff(old, new, "docs/ptxas.csv", "this build", n=0, lineterm=""))
 
 
 def _output(command: list[str], text: str | None = None) -> str:

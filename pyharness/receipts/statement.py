@@ -368,7 +368,7 @@ def build(
     is not 0 where no case or check failed."""
     extra = [("cases", path) for path in case_files]
     if train or bench:
-        extra += [("measure", root / "train/flash-attn-train.cpp"), ("measure", root / "cmake/llama.cmake")]
+        extra += [("measure", root / "examples/train/flash-attn-train.cpp"), ("measure", root / "cmake/llama.cmake")]
     if check:
         extra += [("harness", path) for path in (root / "tests").glob("*.py")]
     if any(r.case.capture for r in results):

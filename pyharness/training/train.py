@@ -218,7 +218,7 @@ def prepare_stock(root: Path = ROOT) -> Path:
         options += [f"-DCMAKE_{language}_COMPILER_LAUNCHER=ccache" for language in ("C", "CXX")]
     folders = [f"-I{source / folder}" for folder in ("include", "ggml/include", "src")]
     link = [f"-L{binary / 'bin'}", "-lllama", "-lggml", "-lggml-base", f"-Wl,-rpath,{binary / 'bin'}"]
-    compiler = ["c++", "-std=c++17", "-O2", *folders, f"{root}/train/{PROGRAM}.cpp", "-o", str(program), *link]
+    compiler = ["c++", "-std=c++17", "-O2", *folders, f"{root}/examples/train/{PROGRAM}.cpp", "-o", str(program), *link]
     try:
         if not (binary / "build.ninja").exists():
             configure = ["cmake", "-G", "Ninja", "-S", str(source), "-B", str(binary), *options]
