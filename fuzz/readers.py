@@ -2,9 +2,9 @@
 
     python fuzz/readers.py TARGET [libFuzzer's options] [CORPUS...]     # corpus/TARGET holds inputs to start from
 
-runs one under atheris (`pip install atheris`); tests/test_fuzz.py runs all of them under hypothesis. A target takes any
-bytes: they say how something valid is damaged before it is read. What comes back is right, or an `errors.Failure`;
-nothing outside the target's folder is written, and an error leaves what was there.
+runs one under atheris (`pip install atheris`); tests/harness/test_fuzz.py runs all of them under hypothesis. A target
+takes any bytes: they say how something valid is damaged before it is read. What comes back is right, or an
+`errors.Failure`; nothing outside the target's folder is written, and an error leaves what was there.
 """
 
 from __future__ import annotations

@@ -79,13 +79,13 @@ BESIDE = ("oracle", "hopper", "mma", "rows", "target", "repeat", "random", "sani
 """Steps that neither time anything nor fill the device."""
 
 ON_DEVICE = (
-    "tests/test_public_reports.py",
-    "tests/test_hand.py",
-    "tests/test_invariants.py",
-    "tests/test_corners.py",
-    "tests/test_pair.py",
+    "tests/operator/test_public_reports.py",
+    "tests/operator/test_hand.py",
+    "tests/operator/test_invariants.py",
+    "tests/operator/test_corners.py",
+    "tests/operator/test_pair.py",
 )
-ON_DEVICE_TRAINING = "tests/test_public_training.py"
+ON_DEVICE_TRAINING = "tests/training/test_public_training.py"
 
 SANITIZED = (
     "FLASH_ATTN_BACK(hsk=64,hsv=64,nh=4,nhkv=2,kv=97,nb=66)",
@@ -542,7 +542,7 @@ def _pytest(runner: _Runner, *words: str, env: dict[str, str] | None = None, job
 
 def _properties(runner: _Runner) -> dict[str, Any]:
     examples = {"PYHARNESS_EXAMPLES": str(runner.args.examples)}
-    return _pytest(runner, f"--hypothesis-seed={runner.args.seed}", "tests/test_properties.py", env=examples)
+    return _pytest(runner, f"--hypothesis-seed={runner.args.seed}", "tests/operator/test_properties.py", env=examples)
 
 
 def _public(runner: _Runner) -> dict[str, Any]:

@@ -370,7 +370,7 @@ def build(
     if train or bench:
         extra += [("measure", root / "examples/train/flash-attn-train.cpp"), ("measure", root / "cmake/llama.cmake")]
     if check:
-        extra += [("harness", path) for path in (root / "tests").glob("*.py")]
+        extra += [("harness", path) for path in (root / "tests").rglob("*.py")]
     if any(r.case.capture for r in results):
         extra += [("data", capture_file.path(r.case.capture)) for r in results if r.case.capture]
     own = inputs(mode, root=root)

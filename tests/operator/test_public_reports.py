@@ -722,7 +722,8 @@ def test_the_document_names_tests_that_exist() -> None:
         names = re.findall(r"`(?:(test_\w+\.py)::)?(\w+)(?:\.\.\.)?(?:\[[^`]*\])?(?:\.\.\.)?`", shown)
         assert names, row
         for file, name in names:
-            source = (digest.ROOT / "tests" / (file or "test_public_reports.py")).read_text(encoding="utf-8")
+            (path,) = (digest.ROOT / "tests").rglob(file or "test_public_reports.py")
+            source = path.read_text(encoding="utf-8")
             assert f"def test_{name}" in source, (row, name)
 
 

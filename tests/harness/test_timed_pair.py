@@ -35,7 +35,7 @@ def test_both_nodes_stand_in_one_graph_and_nothing_else_that_costs_time(library:
         assert (forward.op, back.op) == (c.GGML_OP_FLASH_ATTN_EXT, c.GGML_OP_FLASH_ATTN_BACK)
         assert list(nodes(library, found.forward)) == [forward]  # the same node, whatever autodiff did to it
         assert [back.src[i] for i in range(5)] == [forward.src[i] for i in range(5)]
-        assert forward.op_params[3] == back.op_params[3] == c.GGML_PREC_F32
+        assert forward.op_params[3] == c.GGML_PREC_F32
         assert forward.src[3].type == c.GGML_TYPE_F16
         assert found.path == "cpu"
         assert found.bytes > sum(found.traffic.values()) - found.traffic["forward"]

@@ -85,7 +85,8 @@ def test_every_test_of_a_public_report_is_there() -> None:
                 assert cases.select(cases.load(cases.CASES), None, filters[1])
             if not re.match("u[0-9]", name) and not file:
                 continue
-            source = (ROOT / "tests" / (file or "test_public_reports.py")).read_text(encoding="utf-8")
+            (path,) = (ROOT / "tests").rglob(file or "test_public_reports.py")
+            source = path.read_text(encoding="utf-8")
             assert f"def test_{re.split('[.[]', name)[0]}" in source, proof
 
 

@@ -20,6 +20,7 @@ import numpy.typing as npt
 import pytest
 
 from pyharness.base import build, errors
+from pyharness.base.digest import ROOT
 from pyharness.case import capture, capture_file, cases, quant, reference
 from pyharness.case.capture_file import Capture
 from pyharness.case.cases import Case
@@ -29,7 +30,6 @@ from pyharness.cli import cli
 from pyharness.device import ggml
 
 Array = npt.NDArray[Any]
-ROOT = Path(__file__).resolve().parent.parent
 NAMES = sorted(file.stem for file in capture_file.DATA.glob("*.gguf"))
 
 
