@@ -44,7 +44,7 @@ def test_every_link_leads_somewhere(page: Path) -> None:
 @each_page
 def test_every_file_that_is_named_is_there(page: Path) -> None:
     folders, suffixes = (
-        "ggml|pyharness|tests|train|fuzz|cmake|docs|receipts",
+        "ggml|pyharness|tests|examples|fuzz|cmake|docs|receipts",
         "py|cpp|cuh?|[ch]|md|toml|def|csv|json|cmake",
     )
     for name in re.findall(rf"\b(?:{folders})/[\w./-]+\.(?:{suffixes})\b", page.read_text(encoding="utf-8")):
