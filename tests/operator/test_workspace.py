@@ -44,7 +44,8 @@ class Node(NamedTuple):
 class Plan(NamedTuple):
     """Bytes of each path's workspace and of its smallest, below which hopper refuses a limit; 0: not for this node.
 
-    ranges: of keys whose dS hopper keeps, 0 if it keeps none; splits, splits_dq: shares of the keys among blocks of queries.
+    ranges: of keys whose dS hopper keeps, 0 if it keeps none; splits, splits_dq: shares of the keys among blocks of
+    queries.
     """
 
     mma: int
