@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from attention import Operator
+from receipt_world import World, make
 
 from pyharness.base.cuda import KERNEL_PATH, PATHS
 from pyharness.check import gpucheck
@@ -82,3 +83,14 @@ def repository(tmp_path: Path) -> Path:
     readers.lay(tmp_path / "repository/ggml", files)
     readers.lay(tmp_path / "tree", readers.UPSTREAM)
     return tmp_path / "repository"
+
+
+@pytest.fixture(scope="session")
+def original(tmp_path_factory: pytest.TempPathFactory) -> World:
+    """A checkout with receipts, for tests to copy."""
+    return make(tmp_path_factory.mktemp("receipts") / "checkout")
+
+
+@pytest.fixture
+def world(original: World, tmp_path: Path) -> World:
+    return original.copy(tmp_path / "checkout")

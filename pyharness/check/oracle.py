@@ -325,7 +325,7 @@ def execute(args: argparse.Namespace, selected: list[Case], checks: Sequence[dic
                 partial = len(results) < len(work)
                 files = [args.case_file] if "case_file" in args else []
                 finished = time.time()
-                path = statement.save(
+                writing.save(
                     args.receipts,
                     statement.build(
                         args.verb,
@@ -343,7 +343,6 @@ def execute(args: argparse.Namespace, selected: list[Case], checks: Sequence[dic
                         monitor=seen,
                     ),
                 )
-                print(f"receipt {options.label(path)} ({path})", file=sys.stderr)
 
         with report.Reporter(args.output, len(work), args.seed) as reporter:
 

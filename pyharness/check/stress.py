@@ -133,7 +133,7 @@ def repeat(args: argparse.Namespace) -> int:
             ran = [result for result in results if result.status != "unsupported"]
             same = sum(result.status == "ok" for result in ran)
             code = errors.exit_code(problem) if problem else int(same < len(ran) or not ran)
-            path = statement.save(
+            writing.save(
                 args.out,
                 statement.build(
                     "oracle",
@@ -150,7 +150,6 @@ def repeat(args: argparse.Namespace) -> int:
                     monitor=watch.report(),
                 ),
             )
-            print(f"receipt {options.label(path)} ({path})")
     if problem:
         raise problem
     rest = f", {len(results) - len(ran)} unsupported" if len(ran) < len(results) else ""

@@ -418,7 +418,7 @@ def run(args: argparse.Namespace) -> int:
         _print(args.output, found, watch)
         if not args.no_receipt:
             files, seen = [args.case_file], watch.report()
-            path = statement.save(
+            writing.save(
                 args.receipts,
                 statement.build(
                     "perf",
@@ -436,7 +436,6 @@ def run(args: argparse.Namespace) -> int:
                     perf=found,
                 ),
             )
-            print(f"receipt {options.label(path)} ({path})", file=sys.stderr, flush=True)
 
     def aborted(message: str) -> None:
         print(f"ggml aborted: {message.strip()}", file=sys.stderr)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from ..base.digest import ROOT
 from ..case.cases import Case
 from ..device.ggml import Device, Library
 from . import commits, statement, verify
+from .statement import Document
 
 
 def check_source(library: Library, root: Path = ROOT) -> None:
@@ -41,6 +43,12 @@ def check_source(library: Library, root: Path = ROOT) -> None:
             f"{item['name']} was built from sources {item['source'][:12]}, the tree has {tree[:12]}: {files}",
             hint=f"build again: {library.rebuild}",
         )
+
+
+def save(directory: Path, document: Document) -> None:
+    """Write a receipt below `directory` and say which."""
+    path = statement.save(directory, document)
+    print(f"receipt {options.label(path)} ({path})", file=sys.stderr, flush=True)
 
 
 def selection(

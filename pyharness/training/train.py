@@ -29,7 +29,6 @@ import gguf
 import numpy as np
 import numpy.typing as npt
 
-from .. import options
 from ..base import build, cuda, errors
 from ..base.digest import ROOT
 from ..case import capture_file
@@ -413,7 +412,7 @@ def stamp(
             {"name": c.name, "found": number(c.found), "limit": number(c.limit), "passed": c.passed} for c in checks
         ],
     }
-    path = statement.save(
+    writing.save(
         args.receipts,
         statement.build(
             "train",
@@ -428,7 +427,6 @@ def stamp(
             train=train,
         ),
     )
-    print(f"receipt {options.label(path)} ({path})", file=sys.stderr)
 
 
 def trained(args: argparse.Namespace, program: Path, model: Path, text: Path) -> dict[str, Any]:
@@ -560,7 +558,7 @@ def bench(args: argparse.Namespace, program: Path, model: Path, text: Path, comm
     if library:
         longest = {"card_bytes": CARD, **record["longest"]} if record["longest"] else None
         found = {**trained(args, program, model, text), "runs": timed, "longest": longest}
-        path = statement.save(
+        writing.save(
             args.receipts,
             statement.build(
                 "train",
@@ -575,5 +573,4 @@ def bench(args: argparse.Namespace, program: Path, model: Path, text: Path, comm
                 bench=found,
             ),
         )
-        print(f"receipt {options.label(path)} ({path})", file=sys.stderr)
     return 0

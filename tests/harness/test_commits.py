@@ -10,20 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from receipt_world import CASES, KERNEL, World, change, libraries, make
+from receipt_world import CASES, KERNEL, World, change, libraries
 
 from pyharness.base import errors
 from pyharness.receipts import commits, pages, statement, verify
-
-
-@pytest.fixture(scope="module")
-def original(tmp_path_factory: pytest.TempPathFactory) -> World:
-    return make(tmp_path_factory.mktemp("commits") / "checkout")
-
-
-@pytest.fixture
-def world(original: World, tmp_path: Path) -> World:
-    return original.copy(tmp_path / "checkout")
 
 
 def head(world: World) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from receipt_world import CASES, KERNEL, World, change, libraries, make
+from receipt_world import CASES, KERNEL, World, change, libraries
 
 from pyharness.base import errors
 from pyharness.receipts import differences, figures, pages, show, statement, summary, verify
@@ -17,16 +17,10 @@ RANDOM = {"state": "ok", "exit_code": 0, "text": "7 ok, 2 refused", "seconds": 1
 FAILED = {"state": "FAILED", "exit_code": 1, "text": f"{libraries()} | wrong", "seconds": 2.25}
 
 
-@pytest.fixture(scope="module")
-def original(tmp_path_factory: pytest.TempPathFactory) -> World:
-    return make(tmp_path_factory.mktemp("figures") / "checkout")
-
-
 @pytest.fixture
-def world(original: World, tmp_path: Path) -> World:
-    found = original.copy(tmp_path / "checkout")
-    found.git("add", "receipts")
-    return found
+def world(world: World) -> World:
+    world.git("add", "receipts")
+    return world
 
 
 def checked(world: World, steps: dict[str, dict[str, Any]], asked: tuple[str, ...] = (), finished: str = "") -> Path:

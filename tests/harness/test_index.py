@@ -8,23 +8,17 @@ import shutil
 from pathlib import Path
 
 import pytest
-from receipt_world import KERNEL, World, make
+from receipt_world import KERNEL, World
 
 from pyharness.base import errors
 from pyharness.base.digest import ROOT
 from pyharness.receipts import pages, statement
 
 
-@pytest.fixture(scope="module")
-def original(tmp_path_factory: pytest.TempPathFactory) -> World:
-    return make(tmp_path_factory.mktemp("receipts") / "checkout")
-
-
 @pytest.fixture
-def world(original: World, tmp_path: Path) -> World:
-    found = original.copy(tmp_path / "checkout")
-    found.git("add", "receipts")
-    return found
+def world(world: World) -> World:
+    world.git("add", "receipts")
+    return world
 
 
 def test_the_repository_has_a_current_index() -> None:

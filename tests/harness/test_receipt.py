@@ -438,7 +438,7 @@ def test_show_md_prints_the_two_tables_and_one_line_a_receipt(world: World) -> N
     blocks = done.stdout.strip().split("\n\n")
     assert len(blocks) == 4
     assert blocks[0].startswith("| device | part | cases | passed | worst NMSE | limit |")
-    assert re.search(r"\| CPU \| dq \| 3 \| 3 \| [\d.e-]+ \| 1e-05 \|", blocks[0])
+    assert re.search(r"\| CPU \| dq \| 3 \| 3 \| [\d.e-]+ \| 1e-10 \|", blocks[0])
     assert blocks[1].startswith("| shape | who | pass | time, ms |")
     assert "| unfused | backward |" in blocks[1]
     assert blocks[2].startswith(f"receipt `{body_of(world.oracle)['id'][:12]}` (oracle, PASSED); patch `")

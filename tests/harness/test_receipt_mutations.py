@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from receipt_world import CASES, KERNEL, World, change, libraries, make, timed, trained
+from receipt_world import CASES, KERNEL, World, change, libraries, timed, trained
 
 from pyharness import options
 from pyharness.base import errors
@@ -17,16 +17,6 @@ from pyharness.base.digest import ROOT
 from pyharness.case import cases
 from pyharness.device import ggml
 from pyharness.receipts import differences, losses, pages, show, signing, statement, verify
-
-
-@pytest.fixture(scope="module")
-def original(tmp_path_factory: pytest.TempPathFactory) -> World:
-    return make(tmp_path_factory.mktemp("receipts") / "checkout")
-
-
-@pytest.fixture
-def world(original: World, tmp_path: Path) -> World:
-    return original.copy(tmp_path / "checkout")
 
 
 def test_nothing_changed(world: World) -> None:

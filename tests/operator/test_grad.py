@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from attention import case, in_a_graph, last_words, small
+from graphs import Graph
 
 from pyharness.case import cases, inputs, reference
 from pyharness.case.cases import Case
@@ -52,35 +53,6 @@ def test_the_wanted_gradients_of_the_node_are_minimal(library: ggml.Library, cpu
     for grads in ("q", "k", "qv", "s"):
         found = gradcheck.check(library, cpu, small(sinks=1, grads=grads), 0, samples=5)
         assert found.status == "ok", found.reason
-
-
-class Graph:
-    """A graph without memory that is freed at the end of a test."""
-
-    def __init__(self, library: ggml.Library) -> None:
-        self.library, self.c, self.ffi = library, library.c, library.ffi
-        memory = {"mem_size": 64 << 20, "mem_buffer": self.ffi.NULL, "no_alloc": True}
-        self.ctx = self.c.ggml_init(memory)
-
-    def tensor(self, *ne: int, kind: str = "f32", param: bool = False) -> Any:
-        made = self.c.ggml_new_tensor_4d(self.ctx, int(cases.TYPES[kind]), *ne, *[1] * (4 - len(ne)))
-        if param:
-            self.c.ggml_set_param(made)
-        return made
-
-    def attend(self, q: Any, k: Any, v: Any, mask: Any = None) -> Any:
-        return self.c.ggml_flash_attn_ext(self.ctx, q, k, v, mask or self.ffi.NULL, 0.25, 0.0, 0.0)
-
-    def backward(self, out: Any, size: int) -> Any:
-        loss = self.c.ggml_sum(self.ctx, out)
-        self.c.ggml_set_loss(loss)
-        graph = self.c.ggml_new_graph_custom(self.ctx, size, True)
-        self.c.ggml_build_forward_expand(graph, loss)
-        self.c.ggml_build_backward_expand(self.ctx, graph, self.ffi.NULL)
-        return graph
-
-    def nodes(self, graph: Any) -> list[Any]:
-        return [self.c.ggml_graph_node(graph, i) for i in range(self.c.ggml_graph_n_nodes(graph))]
 
 
 @pytest.fixture

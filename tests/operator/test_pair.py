@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from attention import case, parameters, small
+from graphs import Graph
 from numpy.typing import NDArray
 
 from pyharness.base import errors
@@ -66,47 +67,23 @@ def internal(library: ggml.Library) -> Internal:
     return Internal(library)
 
 
-class Graph:
-    """Tensors and graphs without memory."""
-
-    def __init__(self, library: ggml.Library) -> None:
-        self.library, self.c, self.ffi = library, library.c, library.ffi
-        self.ctx = self.c.ggml_init({"mem_size": 8 << 20, "mem_buffer": self.ffi.NULL, "no_alloc": True})
-
-    def tensor(self, *ne: int, param: bool = False) -> Any:
-        made = self.c.ggml_new_tensor_4d(self.ctx, self.c.GGML_TYPE_F32, *ne, *[1] * (4 - len(ne)))
-        if param:
-            self.c.ggml_set_param(made)
-        return made
+class PairGraph(Graph):
+    """Attentions of one size and their gradients."""
 
     def sources(self, param: bool = True) -> tuple[Any, Any, Any]:
         return self.tensor(64, 16, 4, param=param), self.tensor(64, 16, 2, param=param), self.tensor(64, 16, 2)
 
-    def attend(self, q: Any, k: Any, v: Any) -> Any:
-        return self.c.ggml_flash_attn_ext(self.ctx, q, k, v, self.ffi.NULL, 0.125, 0.0, 0.0)
-
     def gradient(self, q: Any, k: Any, v: Any, o: Any) -> Any:
         d, null = self.tensor(64, 4, 16), self.ffi.NULL
         return self.c.ggml_flash_attn_back(self.ctx, q, k, v, null, null, o, d, parameters(1, 0.125))
-
-    def backward(self, out: Any, size: int = 256) -> Any:
-        loss = self.c.ggml_sum(self.ctx, out)
-        self.c.ggml_set_loss(loss)
-        graph = self.c.ggml_new_graph_custom(self.ctx, size, True)
-        self.c.ggml_build_forward_expand(graph, loss)
-        self.c.ggml_build_backward_expand(self.ctx, graph, self.ffi.NULL)
-        return graph
-
-    def nodes(self, graph: Any) -> list[Any]:
-        return [self.c.ggml_graph_node(graph, i) for i in range(self.c.ggml_graph_n_nodes(graph))]
 
     def backs(self, graph: Any) -> list[Any]:
         return [node for node in self.nodes(graph) if node.op == self.c.GGML_OP_FLASH_ATTN_BACK]
 
 
 @pytest.fixture
-def made(library: ggml.Library) -> Iterator[Graph]:
-    graph = Graph(library)
+def made(library: ggml.Library) -> Iterator[PairGraph]:
+    graph = PairGraph(library)
     yield graph
     graph.c.ggml_free(graph.ctx)
 
@@ -114,7 +91,7 @@ def made(library: ggml.Library) -> Iterator[Graph]:
 # ---- the graph ----
 
 
-def test_autodiff_marks_the_forward_and_hands_it_to_the_gradient(made: Graph, internal: Internal) -> None:
+def test_autodiff_marks_the_forward_and_hands_it_to_the_gradient(made: PairGraph, internal: Internal) -> None:
     attn = made.attend(*made.sources())
     assert not attn.op_params[SAVED]
     (back,) = made.backs(made.backward(attn))
@@ -124,7 +101,7 @@ def test_autodiff_marks_the_forward_and_hands_it_to_the_gradient(made: Graph, in
     assert internal.forward(back) == internal.address(attn)
 
 
-def test_a_gradient_by_hand_is_the_same_node(made: Graph) -> None:
+def test_a_gradient_by_hand_is_the_same_node(made: PairGraph) -> None:
     q, k, v = made.sources()
     other, attn = made.attend(q, k, v), made.attend(q, k, v)
     (theirs,) = made.backs(made.backward(other))
@@ -137,7 +114,7 @@ def test_a_gradient_by_hand_is_the_same_node(made: Graph) -> None:
     assert list(attn.op_params) == list(other.op_params)
 
 
-def test_a_forward_that_nobody_differentiates_is_not_marked(made: Graph, internal: Internal) -> None:
+def test_a_forward_that_nobody_differentiates_is_not_marked(made: PairGraph, internal: Internal) -> None:
     attn = made.attend(*made.sources(param=False))
     made.backward(made.c.ggml_mul(made.ctx, attn, made.tensor(64, 4, 16, param=True)))
     assert not attn.op_params[SAVED]
@@ -145,7 +122,7 @@ def test_a_forward_that_nobody_differentiates_is_not_marked(made: Graph, interna
 
 
 def test_a_forward_whose_memory_is_placed_already_is_not_marked(
-    library: ggml.Library, made: Graph, cpu: ggml.Device
+    library: ggml.Library, made: PairGraph, cpu: ggml.Device
 ) -> None:
     attn = made.attend(*made.sources())
     backend = library.backend(cpu)
@@ -158,7 +135,7 @@ def test_a_forward_whose_memory_is_placed_already_is_not_marked(
     made.c.ggml_backend_free(backend)
 
 
-def test_a_forward_whose_result_is_overwritten_is_not_marked(made: Graph) -> None:
+def test_a_forward_whose_result_is_overwritten_is_not_marked(made: PairGraph) -> None:
     attn = made.attend(*made.sources())
     written = made.c.ggml_cpy(made.ctx, made.tensor(64, 4, 16, param=True), attn)
     (back,) = made.backs(made.backward(made.c.ggml_add(made.ctx, written, made.c.ggml_scale(made.ctx, attn, 2.0))))
@@ -166,7 +143,7 @@ def test_a_forward_whose_result_is_overwritten_is_not_marked(made: Graph) -> Non
     assert not back.src[5]
 
 
-def test_the_forwards_precision_is_not_the_gradients_and_its_split_is(made: Graph) -> None:
+def test_the_forwards_precision_is_not_the_gradients_and_its_split_is(made: PairGraph) -> None:
     attn = made.attend(*made.sources())
     made.c.ggml_flash_attn_ext_set_prec(attn, made.c.GGML_PREC_F32)
     split = made.attend(*made.sources())
@@ -176,19 +153,19 @@ def test_the_forwards_precision_is_not_the_gradients_and_its_split_is(made: Grap
     assert {bool(back.src[5] == split): int(back.op_params[SPLIT]) for back in (first, second)} == {False: 0, True: 1}
 
 
-def a_copy(made: Graph, attn: Any) -> Any:
+def a_copy(made: PairGraph, attn: Any) -> Any:
     return made.c.ggml_cont(made.ctx, attn)
 
 
-def a_view(made: Graph, attn: Any) -> Any:
+def a_view(made: PairGraph, attn: Any) -> Any:
     return made.c.ggml_view_4d(made.ctx, attn, *attn.ne, *list(attn.nb)[1:], 0)
 
 
-def another_forward(made: Graph, attn: Any) -> Any:
+def another_forward(made: PairGraph, attn: Any) -> Any:
     return made.attend(*(attn.src[i] for i in range(3)))
 
 
-def a_leaf(made: Graph, attn: Any) -> Any:
+def a_leaf(made: PairGraph, attn: Any) -> Any:
     return made.tensor(*attn.ne)
 
 
@@ -198,7 +175,7 @@ SLOTS = {"scale": 0, "bias": 1, "softcap": 2, "split": SPLIT, "mark": SAVED}
 @pytest.mark.parametrize("node", ["forward", "gradient"])
 @pytest.mark.parametrize("what", ["q", "k", "v", "mask", "sinks", *SLOTS])
 def test_a_node_that_changes_after_the_build_ends_the_pair(
-    made: Graph, internal: Internal, node: str, what: str
+    made: PairGraph, internal: Internal, node: str, what: str
 ) -> None:
     sources = made.sources()
     attn = made.attend(*sources)
@@ -216,7 +193,7 @@ def test_a_node_that_changes_after_the_build_ends_the_pair(
 
 @pytest.mark.parametrize("other", [a_copy, a_view, another_forward, a_leaf])
 def test_an_output_that_is_not_the_forwards_own_ends_the_pair(
-    made: Graph, internal: Internal, other: Callable[[Graph, Any], Any]
+    made: PairGraph, internal: Internal, other: Callable[[Graph, Any], Any]
 ) -> None:
     sources = made.sources()
     attn = made.attend(*sources)
@@ -270,7 +247,7 @@ class BufferType(ctypes.Structure):
 
 
 def test_the_allocator_gives_nobody_the_result_or_what_is_saved_before_the_gradient_has_it(
-    library: ggml.Library, made: Graph, internal: Internal, cpu: ggml.Device
+    library: ggml.Library, made: PairGraph, internal: Internal, cpu: ggml.Device
 ) -> None:
     c, ffi = library.c, library.ffi
     backend = library.backend(cpu)
@@ -596,7 +573,7 @@ def test_a_forward_on_another_backend_is_not_used(pairs: Pairs, text: str, forwa
         pytest.skip("needs two backends")
     given = pairs.given(text)
     library, c, ffi = pairs.library, pairs.library.c, pairs.library.ffi
-    made = Graph(library)
+    made = PairGraph(library)
     arrays = {name: np.ascontiguousarray(getattr(given, name)) for name in ("q", "k", "v", "d")}
     kinds = {"k": given.type_K, "v": given.type_V}
     tensors, null = {}, ffi.NULL
@@ -638,7 +615,7 @@ def test_a_forward_on_another_backend_is_not_used(pairs: Pairs, text: str, forwa
     c.ggml_free(made.ctx)
 
 
-def layers(made: Graph, count: int) -> tuple[list[Any], Any]:
+def layers(made: PairGraph, count: int) -> tuple[list[Any], Any]:
     """Parameters and the graph of attentions one after the other, forward and backward."""
     c = made.c
     leaves = [made.tensor(64, 128, 4, param=True)]
@@ -663,7 +640,7 @@ def test_gradients_do_not_depend_on_who_places_the_graph_in_memory(pairs: Pairs)
     found: list[list[list[NDArray[np.float32]]]] = []
     data: list[list[NDArray[np.float32]]] = []
     for shared in (True, False):
-        made = Graph(library)
+        made = PairGraph(library)
         leaves, graph = layers(made, 3)
         if not data:
             shapes = [tuple(leaf.ne[i] for i in range(4)) for leaf in leaves]
