@@ -38,7 +38,8 @@ int main() {
         a.dQ              = grads & 1 ? &some : nullptr;
         a.dK              = grads & 2 ? &some : nullptr;
         a.dV              = grads & 4 ? &some : nullptr;
-        const auto mma    = [&](const size_t n) { return fattn_back_mma_make_plan(a, precise, arch, nsm, n).nbytes; };
+        a.split_all       = precise;
+        const auto mma    = [&](const size_t n) { return fattn_back_mma_make_plan(a, arch, nsm, n).nbytes; };
         const bool hopper = a.Dk == a.Dv && (a.Dk == 64 || a.Dk == 128 || a.Dk == 256);
         const auto plan   = hopper ? fattn_back_hopper_make_plan(a, limit, nsm) : fattn_back_hopper_plan{};
         const int ranges  = plan.kts_ds > 0 ? (plan.p.KT + plan.kts_ds - 1) / plan.kts_ds : 0;

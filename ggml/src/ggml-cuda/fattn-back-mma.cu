@@ -37,16 +37,19 @@ const char * ggml_cuda_flash_attn_back_mma_refusal(const int device, const ggml_
     if (node.S * node.Hkv > max_grid || (mask != nullptr && (mask->ne[2] * mask->ne[3] > max_grid || node.N > max_grid * FATTN_BACK_MMA_ROWS))) {
         return "more than 65535 KV heads, masks or blocks of queries";
     }
-    if (node.M > max_grid * FATTN_BACK_SCORES_MAX_STRIP * FATTN_BACK_MMA_KEYS || node.N * (node.H / node.Hkv) > INT_MAX / 8) {
-        return "more than 268431360 keys or 2^28 queries in a KV head";
+    if (node.M > INT_MAX / 2 || node.N * (node.H / node.Hkv) > INT_MAX / 8) {
+        return "more than 2^30 keys or 2^28 queries in a KV head";
     }
+    return nullptr;
+}
+
+const char * ggml_cuda_flash_attn_back_mma_forward_refusal(const int, const ggml_tensor *) {
     return nullptr;
 }
 
 fattn_back_plan ggml_cuda_flash_attn_back_mma_plan(const int device, const ggml_tensor * dst, const size_t limit) {
     const auto & info        = ggml_cuda_info().devices[device];
-    const auto args          = fattn_back_get_args(dst);
-    fattn_back_mma_plan plan = fattn_back_mma_make_plan(args, args.split_all, ggml_cuda_highest_compiled_arch(info.cc), info.nsm, limit);
+    fattn_back_mma_plan plan = fattn_back_mma_make_plan(fattn_back_get_args(dst), ggml_cuda_highest_compiled_arch(info.cc), info.nsm, limit);
     return { plan.nbytes, [plan](char * workspace, cudaStream_t stream) mutable { fattn_back_mma_run(plan, workspace, stream); } };
 }
 

@@ -18,18 +18,18 @@
 struct fattn_back_path {
     const char * name;
     const char * (*refusal)(int device, const ggml_tensor * dst); // NULL: takes the node
-    fattn_back_plan (*plan)(int device, const ggml_tensor * dst, size_t limit);
+    fattn_back_plan (*plan)(int device, const ggml_tensor * dst, size_t limit); // of a FLASH_ATTN_EXT node: of its forward
     const char * (*forward_refusal)(int device, const ggml_tensor * attn); // NULL: there is no forward
-    fattn_back_plan (*forward_plan)(int device, const ggml_tensor * attn, size_t limit);
 };
 
 // in order of preference; the last one takes whatever the operator does, so that its refusal is the operator's
 static constexpr fattn_back_path fattn_back_paths[] = {
 #ifdef FATTN_BACK_TENSOR_CORES
-    { "hopper", ggml_cuda_flash_attn_back_hopper_refusal, ggml_cuda_flash_attn_back_hopper_plan, nullptr, nullptr },
-    { "mma", ggml_cuda_flash_attn_back_mma_refusal, ggml_cuda_flash_attn_back_mma_plan, nullptr, nullptr },
+    { "hopper", ggml_cuda_flash_attn_back_hopper_refusal, ggml_cuda_flash_attn_back_hopper_plan,
+        ggml_cuda_flash_attn_back_hopper_forward_refusal },
+    { "mma", ggml_cuda_flash_attn_back_mma_refusal, ggml_cuda_flash_attn_back_mma_plan, ggml_cuda_flash_attn_back_mma_forward_refusal },
 #endif // FATTN_BACK_TENSOR_CORES
-    { "rows", ggml_cuda_flash_attn_back_rows_refusal, ggml_cuda_flash_attn_back_rows_plan, nullptr, nullptr },
+    { "rows", ggml_cuda_flash_attn_back_rows_refusal, ggml_cuda_flash_attn_back_rows_plan, nullptr },
 };
 
 // the first path from begin on that takes the node; NULL if none does, then reason says why
@@ -90,11 +90,11 @@ static size_t fattn_back_free() {
 
 // runs the first plan whose workspace fits what is free: of path, for ever smaller limits, then of the paths that next
 // gives; false if none fits
-template <typename P, typename N>
+template <typename N>
 static bool fattn_back_run(
-    ggml_backend_cuda_context & ctx, const ggml_tensor * dst, const fattn_back_path * path, const P make_plan, const N & next) {
+    ggml_backend_cuda_context & ctx, const ggml_tensor * dst, const fattn_back_path * path, const N & next) {
     size_t limit         = fattn_back_workspace_limit();
-    fattn_back_plan plan = (path->*make_plan)(ctx.device, dst, limit);
+    fattn_back_plan plan = path->plan(ctx.device, dst, limit);
     size_t & held        = fattn_back_held_by(ctx);
     if (plan.nbytes > held) {
         const size_t free = fattn_back_free();
@@ -109,7 +109,7 @@ static bool fattn_back_run(
                     return false;
                 }
             }
-            plan = (path->*make_plan)(ctx.device, dst, limit);
+            plan = path->plan(ctx.device, dst, limit);
         }
         held = std::max(held, plan.nbytes);
     }
@@ -125,7 +125,7 @@ void ggml_cuda_flash_attn_back(ggml_backend_cuda_context & ctx, ggml_tensor * ds
         GGML_ABORT("FLASH_ATTN_BACK: %s", reason);
     }
     const auto next = [&](const fattn_back_path * p) { return fattn_back_choose(ctx.device, dst, &reason, p + 1); };
-    if (!fattn_back_run(ctx, dst, path, &fattn_back_path::plan, next)) {
+    if (!fattn_back_run(ctx, dst, path, next)) {
         const double free = fattn_back_free() / 1048576.0;
         GGML_LOG_ERROR("FLASH_ATTN_BACK: device %d has %.1f MiB free, too little for any path\n", ctx.device, free);
         fattn_back_out_of_memory = true;
@@ -195,7 +195,7 @@ bool ggml_cuda_flash_attn_train(ggml_backend_cuda_context & ctx, ggml_tensor * d
     const char * reason;
     const fattn_back_path * path = fattn_back_choose_forward(ctx.device, dst, &reason);
     const auto next              = [](const fattn_back_path *) -> const fattn_back_path * { return nullptr; };
-    if (path == nullptr || !fattn_back_run(ctx, dst, path, &fattn_back_path::forward_plan, next)) {
+    if (path == nullptr || !fattn_back_run(ctx, dst, path, next)) {
         ggml_cuda_flash_attn_ext(ctx, dst); // its own scratch is where saved is
         CUDA_CHECK(cudaMemsetAsync(fattn_back_get_saved(dst).stamp, 0, sizeof(uint32_t), ctx.stream()));
     }
