@@ -509,7 +509,7 @@ def test_an_interrupt_is_named_whether_a_verb_raises_or_returns_it(
 
 
 def test_a_missing_package_is_named_with_what_to_do() -> None:
-    program = "import sys; sys.modules['gguf'] = None; from pyharness import cli; sys.exit(cli.main())"
+    program = "import sys; sys.modules['gguf'] = None; from pyharness.cli import cli; sys.exit(cli.main())"
     done = process("list", program=program)
     assert done.returncode == errors.Environment.exit_code
     assert "no Python package gguf" in done.stderr

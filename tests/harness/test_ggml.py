@@ -126,7 +126,7 @@ def test_a_process_holds_one_set_of_libraries(tmp_path: Path, library: ggml.Libr
 
 
 def test_libraries_are_found_through_the_environment(library: ggml.Library) -> None:
-    program = "from pyharness import ggml; print(ggml.Library.open().directory)"
+    program = "from pyharness.device import ggml; print(ggml.Library.open().directory)"
     found = subprocess.run(
         [sys.executable, "-c", program],
         env={**os.environ, "PYHARNESS_LIBS": str(library.directory)},
