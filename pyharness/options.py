@@ -38,8 +38,9 @@ def graph(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--graph",
         dest="forward",
-        choices=cases.GRAPHS,
-        help="the listed cases with the forward in the graph (pair), or without it (backward); default: both",
+        choices=(*cases.GRAPHS, "both"),
+        default="backward",
+        help="the listed cases with the forward in the graph (pair), or without it (default: %(default)s)",
     )
 
 
@@ -92,7 +93,7 @@ def graphs(args: argparse.Namespace) -> tuple[str, ...]:
     """Which of cases.GRAPHS the listed cases run in; none where they run as they are listed."""
     if "forward" not in args:
         return ()
-    return (args.forward,) if args.forward else cases.GRAPHS
+    return cases.GRAPHS if args.forward == "both" else (args.forward,)
 
 
 def receipt(name: str) -> Path:

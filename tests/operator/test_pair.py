@@ -331,7 +331,8 @@ def test_a_pair_on_the_cpu_has_the_bits_of_the_gradient_alone(library: ggml.Libr
 
 
 @pytest.mark.parametrize(
-    ("words", "graphs"), [(["--graph", "pair"], [1]), (["--graph", "backward"], [0]), ([], [0, 1])]
+    ("words", "graphs"),
+    [(["--graph", "pair"], [1]), (["--graph", "backward"], [0]), (["--graph", "both"], [0, 1]), ([], [0])],
 )
 def test_the_oracle_runs_the_graphs_that_it_is_told_and_its_receipt_says_which(
     library: ggml.Library, tmp_path: Path, words: list[str], graphs: list[int]
