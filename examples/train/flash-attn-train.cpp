@@ -14,7 +14,6 @@
 #include "llama-ext.h"
 #include "llama-model.h"
 
-#include "ggml-flash-attn-back.h"
 #include "ggml-opt.h"
 #include "gguf.h"
 
@@ -230,7 +229,8 @@ struct observer {
     static const char * path_of(const ggml_tensor * node, ggml_backend_dev_t dev) {
         ggml_backend_reg_t reg = ggml_backend_dev_backend_reg(dev);
         void * pointer         = ggml_backend_reg_get_proc_address(reg, "ggml_backend_flash_attn_back_path");
-        const char * path      = pointer ? ((ggml_backend_flash_attn_back_path_t) pointer)(dev, node) : nullptr;
+        using path_of          = const char * (*)(ggml_backend_dev_t dev, const ggml_tensor * node); // stock llama.cpp has no header for it
+        const char * path      = pointer ? ((path_of) pointer)(dev, node) : nullptr;
         return path ? path : "none";
     }
 
