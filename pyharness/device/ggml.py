@@ -43,6 +43,11 @@ GUARD_BYTE = 0xFF  # NaN in every floating-point type
 POISON = np.uint32(0x7FA5A5A5)  # a NaN that no arithmetic makes
 CACHE_CELLS = 37  # cells of the cache layout that hold no key; the first 5 come before the keys
 
+GGML_CUDA = ("CUDA", "ROCm", "MUSA")  # what the names of ggml-cuda's devices begin with
+GGML_SOFTCAP_HEADS = (128, 256, 512)
+"""Head sizes for which ggml-cuda compiles its own forward with a softcap. Its supports_op accepts every other one, too,
+and the kernel then ends in a trap (`unspecified launch failure`)."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Device:
@@ -152,6 +157,8 @@ class Library:
             supported = bool(self.c.ggml_backend_dev_supports_op(handle, node.back))
             if node.attn and not self.c.ggml_backend_dev_supports_op(handle, node.attn):
                 return "FLASH_ATTN_EXT: supports_op says no"
+            if node.attn and (no_forward := self.forward_refusal(device, node.attn)):
+                return no_forward
             ask = self.proc(handle, "ggml_backend_flash_attn_back_refusal", "ggml_backend_flash_attn_back_refusal_t")
             reason = self.text(ask(handle, node.back)) if ask else None
             if ask and supported != (reason is None):
@@ -201,6 +208,16 @@ class Library:
         handle = self.handle(device)
         ask = self.proc(handle, "ggml_backend_flash_attn_back_path", "ggml_backend_flash_attn_back_path_t")
         return (self.text(ask(handle, back)) if ask else None) or ""
+
+    def forward_refusal(self, device: Device, attn: Any) -> str:
+        """Why the device's own forward cannot run a FLASH_ATTN_EXT node that supports_op accepts, "" if it can."""
+        softcap = struct.unpack("f", struct.pack("i", attn.op_params[2]))[0]
+        size = int(attn.src[0].ne[0])
+        if not softcap or size in GGML_SOFTCAP_HEADS or not device.name.startswith(GGML_CUDA):
+            return ""
+        if self.node_path(device, attn):
+            return ""
+        return f"ggml's own forward has no kernel for a softcap at head size {size}"
 
     def _describe(self, handle: Any) -> Device:
         free, total = self.ffi.new("size_t *"), self.ffi.new("size_t *")
