@@ -317,7 +317,7 @@ def test_a_failed_assertion_of_ggml_is_a_failed_case_with_its_message() -> None:
     done = process(*ORACLE, "-o", f"{CASE},{other},{CASE.replace('nb=7', 'nb=3')}", program=ABORT)
     assert done.returncode == 1
     assert "ggml aborted" in done.stdout
-    assert "GGML_ASSERT(back->op == GGML_OP_FLASH_ATTN_BACK)" in done.stdout
+    assert 'GGML_ASSERT(back->op == GGML_OP_FLASH_ATTN_BACK && "not a FLASH_ATTN_BACK node")' in done.stdout
     assert "stopped after 2 of 3 cases" in done.stdout
     assert f"  failed CPU {other}" in done.stdout
 
