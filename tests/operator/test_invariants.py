@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from attention import NINF, Operator, attention, case, small
 
-from pyharness.case import inputs
+from pyharness.case import cases, inputs
 from pyharness.case.operands import Inputs
 from pyharness.device import ggml
 
@@ -223,3 +223,15 @@ def test_a_bias_counts_the_same_in_every_chunk_of_keys(first: float, last: float
     mask[..., 5000:] = last
     mask[..., 1, :5000:7] = 1.0
     op.agree(attention(q, k, v, d, mask, scale=0.125))
+
+
+@pytest.mark.parametrize("sink", [80, 88])
+def test_keys_keep_what_a_sink_leaves_them_as_far_as_f32_goes(op: Operator, size: str, sink: float) -> None:
+    if not op.on_cpu and op.path not in cases.f32_paths():
+        pytest.skip(f"{op.path}: fp16 holds what is within 2^24 of the largest")
+    given = f32(size, nb=70, mask="random", sinks=1)
+    assert given.sinks is not None
+    given.sinks[:] = sink  # exp(-88) is below F32's normal range, and so is P of most keys
+    parts = op.agree(given)
+    for part in ("dq", "dk", "dv", "d"):
+        assert parts[part].any(), part
