@@ -240,10 +240,14 @@ class Library:
     def download(self, tensor: Any, dtype: Any) -> NDArray[Any]:
         """A tensor's bytes as a flat array."""
         array = np.empty(int(self.c.ggml_nbytes(tensor)) // np.dtype(dtype).itemsize, dtype)
+        self.download_into(tensor, array)
+        return array
+
+    def download_into(self, tensor: Any, array: NDArray[Any]) -> None:
+        """Copy as many bytes of a tensor as a contiguous array has."""
         if array.nbytes:
             data = self.ffi.cast("void *", array.__array_interface__["data"][0])
             self.c.ggml_backend_tensor_get(tensor, data, 0, array.nbytes)
-        return array
 
     def text(self, value: Any) -> str | None:
         """A C string or an enum's name, None for NULL."""
@@ -410,6 +414,7 @@ class Session:
         self.device = device
         self.inputs = inputs
         self.seconds = 0.0
+        self._words: NDArray[np.uint32] | None = None
         c = self._c = library.c
         with contextlib.ExitStack() as owned:
             self._node = _Node(library, inputs)
@@ -476,6 +481,20 @@ class Session:
         """Fill the destination with the NaN that counts as unwritten."""
         for tensor in filter(None, (self.back, self.attn)):
             self.library.upload(tensor, np.full(int(self._c.ggml_nbytes(tensor)) // 4, POISON, np.uint32))
+
+    def again(self) -> NDArray[np.uint32]:
+        """One more run, on a destination of 0xFF bytes: the words of the result, and of the output of a forward of the
+        operator's. Valid until the next."""
+        written = (self.back, self.attn) if self.forward else (self.back,)
+        sizes = [int(self._c.ggml_nbytes(tensor)) for tensor in written]
+        for tensor, size in zip(written, sizes, strict=True):
+            self._c.ggml_backend_tensor_memset(tensor, GUARD_BYTE, 0, size)
+        self.compute()
+        if self._words is None:
+            self._words = np.empty(sum(sizes) // 4, np.uint32)
+        for tensor, words in zip(written, np.split(self._words, [sizes[0] // 4]), strict=False):
+            self.library.download_into(tensor, words)
+        return self._words
 
     def compute(self) -> float:
         """Compute the graph once; seconds on the host's clock until the device is done.
