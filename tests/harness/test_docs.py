@@ -15,7 +15,7 @@ from pyharness.case import cases
 from pyharness.cli import cli
 from pyharness.receipts import commits, pages
 
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), ROOT / "tests/data/README.md"])
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), ROOT / "tests/data/README.md"])
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 
 
@@ -49,6 +49,35 @@ def test_every_file_that_is_named_is_there(page: Path) -> None:
     )
     for name in re.findall(rf"\b(?:{folders})/[\w./-]+\.(?:{suffixes})\b", page.read_text(encoding="utf-8")):
         assert (ROOT / name).exists() or (page.parent / name).exists(), name
+
+
+@each_page
+def test_prose_ends_before_column_120(page: Path) -> None:
+    if page.name == "README.md":
+        pytest.skip("tables of receipts and long case strings")
+    text = re.sub(r"(?ms)^<!-- (\w+)[^>]*-->$.*?^<!-- /\1 -->$", "", page.read_text(encoding="utf-8"))
+    long = [line for line in text.splitlines() if len(line) > 120 and not line.lstrip().startswith("|")]
+    assert not long
+
+
+def test_the_picture_of_the_data_flow_is_a_graph_of_its_nodes() -> None:
+    (picture,) = re.findall(r"```mermaid\n(.*?)```", (ROOT / "docs/design.md").read_text(encoding="utf-8"), re.DOTALL)
+    head, *lines = picture.splitlines()
+    assert head == "flowchart TB"
+    nodes, ends, depth = set[str](), set[str](), 0
+    for line in map(str.strip, lines):
+        if node := re.fullmatch(r'(subgraph )?(\w+)\["[^"]+"\]', line):
+            assert node[2] not in {*nodes, "end"}, line
+            nodes.add(node[2])
+            depth += bool(node[1])
+        elif edge := re.fullmatch(r"(\w+) --> (\w+)", line):
+            assert set(edge.groups()) <= nodes, line
+            ends.update(edge.groups())
+        else:
+            assert line == "end", line
+            depth -= 1
+    assert depth == 0
+    assert nodes - ends == {"inputs", "prep", "fwd", "back"}
 
 
 def commands(page: Path) -> Iterator[tuple[str, list[str]]]:
