@@ -15,7 +15,9 @@ from pyharness.case import cases
 from pyharness.cli import cli
 from pyharness.receipts import commits, pages
 
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), ROOT / "tests/data/README.md"])
+PAGES = sorted(
+    [*ROOT.glob("*.md"), *ROOT.glob(".github/*.md"), *(ROOT / "docs").rglob("*.md"), ROOT / "tests/data/README.md"]
+)
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 
 
@@ -78,6 +80,31 @@ def test_the_picture_of_the_data_flow_is_a_graph_of_its_nodes() -> None:
             depth -= 1
     assert depth == 0
     assert nodes - ends == {"inputs", "prep", "fwd", "back"}
+
+
+GITHUB = ROOT / ".github"
+
+
+def test_the_workflow_runs_what_a_person_runs() -> None:
+    yaml = pytest.importorskip("yaml")
+    (job,) = yaml.safe_load((GITHUB / "workflows/ci.yml").read_text(encoding="utf-8"))["jobs"].values()
+    programs = [word for step in job["steps"] for word in step.get("run", "").split() if word.startswith("./")]
+    assert programs == ["./.ci/run"]
+    assert "./scripts/test" in (ROOT / programs[0]).read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("form", sorted((GITHUB / "ISSUE_TEMPLATE").glob("[!c]*.yml")), ids=lambda form: form.stem)
+def test_an_issue_form_asks_for_what_can_be_run_and_read(form: Path) -> None:
+    text = form.read_text(encoding="utf-8")
+    fields = pytest.importorskip("yaml").safe_load(text)["body"]
+    assert len({field["id"] for field in fields}) == len(fields)
+    assert all(field["attributes"]["label"] for field in fields)
+    for name in re.findall(r"docs/[\w.-]+", text):
+        assert (ROOT / name.rstrip(".")).exists(), name
+    for verb, named in commands(form):
+        parser = argparse.ArgumentParser()
+        importlib.import_module(f"pyharness.{cli.VERBS[verb][0]}").add_arguments(parser)
+        assert set(named) <= options(parser), verb
 
 
 def commands(page: Path) -> Iterator[tuple[str, list[str]]]:
