@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from pyharness import __version__
 from pyharness.base.digest import ROOT
 from pyharness.case import cases
 from pyharness.cli import cli
@@ -80,6 +81,11 @@ def test_the_picture_of_the_data_flow_is_a_graph_of_its_nodes() -> None:
             depth -= 1
     assert depth == 0
     assert nodes - ends == {"inputs", "prep", "fwd", "back"}
+
+
+def test_the_changelog_has_the_version_that_the_harness_says_it_is() -> None:
+    released = re.findall(r"^## \[(\d[^\]]*)\] - \d{4}-\d\d-\d\d$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert released[0] == __version__
 
 
 GITHUB = ROOT / ".github"
