@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from attention import NINF, Operator, attention, case, small
 
-from pyharness.case import cases, inputs
+from pyharness.case import inputs
 from pyharness.case.operands import Inputs
 from pyharness.device import ggml
 
@@ -225,9 +225,18 @@ def test_a_bias_counts_the_same_in_every_chunk_of_keys(first: float, last: float
     op.agree(attention(q, k, v, d, mask, scale=0.125))
 
 
+def test_d_is_taken_from_the_output_that_is_given(op: Operator, size: str) -> None:
+    if not op.in_f32:
+        pytest.skip(f"{op.path} takes D from its own weights, which a foreign output does not know")
+    given = f32(size, mask="random", o=1)
+    assert given.o is not None
+    given.o = given.o * np.float32(2)
+    op.agree(given)
+
+
 @pytest.mark.parametrize("sink", [80, 88])
 def test_keys_keep_what_a_sink_leaves_them_as_far_as_f32_goes(op: Operator, size: str, sink: float) -> None:
-    if not op.on_cpu and op.path not in cases.f32_paths():
+    if not op.in_f32:
         pytest.skip(f"{op.path}: fp16 holds what is within 2^24 of the largest")
     given = f32(size, nb=70, mask="random", sinks=1)
     assert given.sinks is not None
