@@ -60,24 +60,10 @@ Found = dict[str, Any]
 
 TARGET = "FLASH_ATTN_BACK(hsk=256,hsv=256,nh=24,nhkv=4,kv=75520,nb=2048,type_K=q8_0,type_V=q8_0)"
 BOXES: dict[str, float] = {
-    "info": 60,
-    "oracle": 900,
-    "hopper": 600,
-    "mma": 600,
-    "rows": 600,
-    "target": 900,
-    "repeat": 300,
-    "random": 300,
-    "sanitizer": 900,
-    "properties": 300,
-    "public": 600,
-    "soak": 900,
-    "memory": 300,
-    "large": 300,
-    "broken": 60,
-    "backend-ops": 600,
-    "perf": 1500,
-}
+    "info": 60, "oracle": 900, "hopper": 600, "mma": 600, "rows": 600, "target": 900, "repeat": 300, "random": 300,
+    "sanitizer": 900, "properties": 300, "public": 600, "soak": 900, "memory": 300, "large": 300, "broken": 60,
+    "backend-ops": 600, "perf": 1500,
+}  # fmt: skip
 """Seconds of each step's time box."""
 
 BESIDE = ("oracle", "hopper", "mma", "rows", "target", "repeat", "random", "sanitizer", "properties", "public")
