@@ -52,7 +52,7 @@ static __device__ __forceinline__ float fattn_back_rows_exp(const float x) {
     y             = fmaf(r, y, 5.0000001201e-1f);
     y             = fmaf(r, y, 1.0f);
     y             = fmaf(r, y, 1.0f);
-    return x < -87.0f ? 0.0f : y * __int_as_float((__float_as_int(z) << 23) + 0x3f800000);
+    return x < -87.0f ? 0.0f : y * __uint_as_float((__float_as_uint(z) << 23) + 0x3f800000u);
 }
 
 // The softmax of a row over some of its keys: the sum l of exp(x - mx + b - mb) and the sum a of the same times dP, where x is a logit,
