@@ -160,6 +160,9 @@ KERNEL_RULES = [
     Rule(
         _LIMIT, "softcap", "float poly ", r"\((315|2835|155925) [+-] 1|\(-?(2|17|62|1382)\.0f \* 1\.01|(315|2835) - z"
     ),
+    Rule(_ROUNDING, "softcap", "z < 0.0625f", r"<=|0\.0625f \* 1\.01"),
+    Rule("alignment changes no result", line="params->wdata", text="^round_up"),
+    Rule("set before it is read", line=r"^(int64_t|bool) \w+ += (0|false);", text=r"0 \+ 1"),
     Rule("copysign gives the sign", "softcap", "float t  ", r"^\(?e - 1"),
     Rule(_BOUNDS, "softmax_back", "i < n_lanes", "<="),
     Rule("exp(-inf) is 0 whatever is taken from it", "softmax_back", "== -INFINITY", "1\\.0f$"),
@@ -175,6 +178,7 @@ REFERENCE_RULES = [
     Rule(_SHORTCUT, "work", 'if "d[kv]" in owed', "^True$"),
     Rule("0 by the formula, too", "slopes", "max_bias <= 0", r"\) < \("),
     Rule("exp(-inf) is 0 whatever is taken from it", "work", "isneginf", r"0 \+ 1"),
+    Rule("nothing of a row without keys counts", "_rounding", "top, row_d", r"0 \+ 1"),
     Rule("products in another order", line="einsum", text=r"shn\", o"),
     Rule("progress is no result", line=r"report\("),
 ]

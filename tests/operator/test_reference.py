@@ -81,18 +81,6 @@ def test_agrees_with_the_formulas_row_by_row(text: str) -> None:
         np.testing.assert_allclose(array, want[part], rtol=1e-11, atol=1e-13, err_msg=part)
 
 
-def test_rows_that_see_nothing_have_no_gradient_whatever_their_output_and_others_heads_see() -> None:
-    given = inputs.make(case("hsk=16,hsv=16,nh=2,nhkv=2,kv=9,nb=5,mask=random,mh=2,o=1"), 0)
-    assert given.mask is not None
-    assert given.o is not None
-    given.mask[0, 0, 1] = given.mask[0, 1, 3] = -np.inf
-    given.mask[0, 0, 3, 0] = given.mask[0, 1, 1, 0] = 0
-    want = row_by_row(given)
-    assert np.isneginf(want["lse"][0]).tolist() == [[i == row for i in range(5)] for row in (1, 3)]
-    for part, array in reference.backward(given).items():
-        np.testing.assert_allclose(array, want[part], rtol=1e-11, atol=1e-13, err_msg=part)
-
-
 def test_slopes_are_a_geometric_series_over_the_power_of_two_and_half_steps_beyond() -> None:
     want = [2 ** (-0.5 * i / 8) for i in range(1, 9)] + [2 ** (-0.5 * (i + 0.5) / 8) for i in range(4)]
     np.testing.assert_allclose(reference.slopes(12, 0.5), want, rtol=1e-15)
@@ -199,6 +187,21 @@ def rounding_row_by_row(x: Inputs) -> dict[str, NDArray[np.float64]]:
     parts["dsinks"] = parts["dsinks"].sum(axis=0)
     elements = {"dq": rows * width_k, "dk": x.kv_count * width_k, "dv": x.kv_count * width_v, "dsinks": 1}
     return {part: 2.0**-48 * array + elements.get(part, rows) * 2.0**-252 for part, array in parts.items()}
+
+
+def test_rows_that_see_nothing_have_no_gradient_whatever_their_output_and_others_heads_see() -> None:
+    given = inputs.make(case("hsk=16,hsv=16,nh=2,nhkv=2,kv=9,nb=5,mask=random,mh=2,o=1"), 0)
+    assert given.mask is not None
+    assert given.o is not None
+    given.mask[0, 0, 1] = given.mask[0, 1, 3] = -np.inf
+    given.mask[0, 0, 3, 0] = given.mask[0, 1, 1, 0] = 0
+    want = row_by_row(given)
+    assert np.isneginf(want["lse"][0]).tolist() == [[i == row for i in range(5)] for row in (1, 3)]
+    for part, array in reference.backward(given).items():
+        np.testing.assert_allclose(array, want[part], rtol=1e-11, atol=1e-13, err_msg=part)
+    rounding = rounding_row_by_row(given)
+    for part, array in reference.rounding(given, want["lse"], want["d"]).items():
+        np.testing.assert_allclose(array, rounding[part], rtol=1e-9, err_msg=part)
 
 
 @pytest.mark.parametrize("text", [*CASES, f"{CASES[1]},o=1"])
