@@ -161,6 +161,7 @@ KERNEL_RULES = [
         _LIMIT, "softcap", "float poly ", r"\((315|2835|155925) [+-] 1|\(-?(2|17|62|1382)\.0f \* 1\.01|(315|2835) - z"
     ),
     Rule(_ROUNDING, "softcap", "z < 0.0625f", r"<=|0\.0625f \* 1\.01"),
+    Rule("beside zeros of K and V", "load_row", "c < n", r"<=|^1\.0f$"),
     Rule("alignment changes no result", line="params->wdata", text="^round_up"),
     Rule("set before it is read", line=r"^(int64_t|bool) \w+ += (0|false);", text=r"0 \+ 1"),
     Rule("copysign gives the sign", "softcap", "float t  ", r"^\(?e - 1"),
