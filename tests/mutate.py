@@ -164,6 +164,7 @@ KERNEL_RULES = [
     Rule("beside zeros of K and V", "load_row", "c < n", r"<=|^1\.0f$"),
     Rule("one key that outweighs all has P = 1 however its score is rounded", "find_bias", "key = 0", r"0 \+ 1"),
     Rule(_BOUNDS, "find_bias", "i < x.n", "<="),
+    Rule("a slope times -inf is -inf, too", "scores", r"m\[j\] == -INFINITY", "^INFINITY$"),
     Rule("equal either way", "find_bias", "order > max|bias > sink", ">="),
     Rule(_SHORTCUT, "scores", r"if \(with_dp\)", "^true$"),
     Rule(_BOUNDS, "scores", "j < nk", "<="),

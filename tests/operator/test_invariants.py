@@ -240,7 +240,7 @@ def test_a_bias_counts_the_same_in_every_chunk_of_keys(first: float, last: float
 def test_d_is_taken_from_the_output_that_is_given(op: Operator, size: str) -> None:
     if not op.in_f32:
         pytest.skip(f"{op.path} takes D from its own weights, which a foreign output does not know")
-    given = f32(size, mask="random", o=1)
+    given = f32(size, hsv=24, mask="random", o=1)
     assert given.o is not None
     given.o = given.o * np.float32(2)
     op.agree(given)
