@@ -246,6 +246,20 @@ def test_d_is_taken_from_the_output_that_is_given(op: Operator, size: str) -> No
     op.agree(given)
 
 
+def test_q_and_d_have_strides_of_their_own(op: Operator, size: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    given, arrange = f32(size, mask="random", o=1), ggml._operands
+
+    def arranged(given: Inputs) -> dict[str, ggml._Operand]:
+        operands = arrange(given)
+        for name, step in (("q", 3), ("d", 2)):
+            memory = np.empty((*getattr(given, name).shape, step), np.float32)
+            operands[name] = ggml._Operand(memory, memory[..., 1], "f32")
+        return operands
+
+    monkeypatch.setattr(ggml, "_operands", arranged)
+    op.agree(given)
+
+
 @pytest.mark.parametrize("sink", [80, 88])
 def test_keys_keep_what_a_sink_leaves_them_as_far_as_f32_goes(op: Operator, size: str, sink: float) -> None:
     if not op.in_f32:

@@ -21,6 +21,7 @@ CASES = [
     "hsk=16,hsv=32,nh=4,nhkv=2,kv=20,nb=9,ns=2,mask=random,mh=2,pair=1",
     "hsk=16,hsv=16,nh=2,nhkv=1,kv=20,nb=9,mask=bias",
     "hsk=16,hsv=16,nh=2,nhkv=1,kv=600,nb=9,kv_first=20,kv_count=560",
+    "hsk=16,hsv=16,nh=2,nhkv=1,kv=300,nb=9,kv_first=20,kv_count=60",
 ]
 
 
@@ -190,9 +191,11 @@ def rounding_row_by_row(x: Inputs) -> dict[str, NDArray[np.float64]]:
 
 
 def test_rows_that_see_nothing_have_no_gradient_whatever_their_output_and_others_heads_see() -> None:
-    given = inputs.make(case("hsk=16,hsv=16,nh=2,nhkv=2,kv=9,nb=5,mask=random,mh=2,o=1"), 0)
+    given = inputs.make(case("hsk=16,hsv=16,nh=2,nhkv=2,kv=9,nb=5,mask=random,mh=2,sinks=1,o=1"), 0)
     assert given.mask is not None
     assert given.o is not None
+    assert given.sinks is not None
+    given.sinks[:] = -np.inf
     given.mask[0, 0, 1] = given.mask[0, 1, 3] = -np.inf
     given.mask[0, 0, 3, 0] = given.mask[0, 1, 1, 0] = 0
     want = row_by_row(given)
