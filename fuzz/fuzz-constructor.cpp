@@ -220,6 +220,9 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t * data, size_t size) {
     ggml_tensor * back = nullptr;
     const bool taken   = accepted([&] { back = ggml_flash_attn_back(ctx, &q, &k, &v, m, s, oo, dd, params); });
     CHECK(taken == keeps_the_rules(&q, &k, &v, m, s, oo, dd, params));
+    CHECK(!accepted([&] { ggml_flash_attn_back_set_split(&q, false); })); // a node of another kind
+    CHECK(!accepted([&] { ggml_flash_attn_back_use_saved(&q); }));
+    CHECK(!accepted([&] { ggml_flash_attn_back_has(&q, GGML_FLASH_ATTN_BACK_DQ); }));
     if (taken) {
         check_layout(ctx, back, params);
         for (const ggml_flash_attn_back_part none : { GGML_FLASH_ATTN_BACK_PART_COUNT, (ggml_flash_attn_back_part) 7 }) {

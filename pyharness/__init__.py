@@ -1,3 +1,3 @@
 """The harness of FLASH_ATTN_BACK, the gradient of ggml's flash attention."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

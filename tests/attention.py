@@ -102,6 +102,11 @@ class Operator:
         return self.device.name == "CPU"
 
     @property
+    def in_f32(self) -> bool:
+        """Whether the path computes in F32; not known where a CUDA device chooses it."""
+        return self.on_cpu or self.path in cases.f32_paths()
+
+    @property
     def limit(self) -> float:
         """NMSE by which two results of one thing may differ: the limit of the kernel path."""
         return cases.limit(cases.limits(), "cpu" if self.on_cpu else self.path)

@@ -342,6 +342,11 @@ def alibi_sinks_positive(b: Draft) -> None:
     b.sink(5, -5, 0)
 
 
+@corner(shapes=("few",))
+def biases_that_are_all_negative(b: Draft) -> None:
+    b.full(-8)[..., ::2] = -60000  # the smallest of a row would cost its scores eight bits
+
+
 # sinks
 
 

@@ -142,8 +142,57 @@ class Rule:
         )
 
 
-KERNEL_RULES: list[Rule] = []
-REFERENCE_RULES: list[Rule] = []
+_BLOCKING = "blocks of any size give the same result"
+_SPARE = "memory that nobody uses"
+_SHORTCUT = "a short cut past work that changes nothing"
+_ROUNDING = "below F32's rounding"
+_LIMIT = "within the limit of F32, 1e-10"
+_BOUNDS = "the address sanitizer's to find"
+
+KERNEL_RULES = [
+    Rule(_BLOCKING, "share"),
+    Rule(_BLOCKING, "make_plan", r"max_keys|p\.keys  |n_chunks  |row_bytes|max_tiles|p\.tiles  |p\.heads  |kv_bytes "),
+    Rule(_SPARE, "make_plan", r"p\.ld[kv]  .*max", r"1 [+-] 1"),
+    Rule(_SPARE, "make_plan", "p.planes ", r">= 0|[23] \+ 1"),
+    Rule(_SHORTCUT, "gemm|gemm_panel", r"if \([mn] > 0\)", r"true|>=|m > 0|0 \+ 1"),
+    Rule(_ROUNDING, "exp_nonpositive", "float z = ", r"1\.01"),
+    Rule(_ROUNDING, "exp_nonpositive", "float c = ", r"r \* 1.98|1\.39.*1\.01|1\.98.*1\.01"),
+    Rule(
+        _LIMIT, "softcap", "float poly ", r"\((315|2835|155925) [+-] 1|\(-?(2|17|62|1382)\.0f \* 1\.01|(315|2835) - z"
+    ),
+    Rule(_ROUNDING, "softcap", "z < 0.0625f", r"<=|0\.0625f \* 1\.01"),
+    Rule("beside zeros of K and V", "load_row", "c < n", r"<=|^1\.0f$"),
+    Rule("one key that outweighs all has P = 1 however its score is rounded", "find_bias", "key = 0", r"0 \+ 1"),
+    Rule(_BOUNDS, "find_bias", "i < x.n", "<="),
+    Rule("lanes behind the rows of a tile, which nobody reads", "do_rows", r"std::fill\((qt|bias), "),
+    Rule("a slope times -inf is -inf, too", "scores", r"m\[j\] == -INFINITY", "^INFINITY$"),
+    Rule("equal either way", "find_bias", "order > max|bias > sink", ">="),
+    Rule(_SHORTCUT, "scores", r"if \(with_dp\)", "^true$"),
+    Rule(_BOUNDS, "scores", "j < nk", "<="),
+    Rule("alignment changes no result", line="params->wdata", text="^round_up"),
+    Rule("set before it is read", line=r"^(int64_t|bool) \w+ += (0|false);", text=r"0 \+ 1"),
+    Rule("copysign gives the sign", "softcap", "float t  ", r"^\(?e - 1"),
+    Rule(_BOUNDS, "softmax_back", "i < n_lanes", "<="),
+    Rule("exp(-inf) is 0 whatever is taken from it", "softmax_back", "== -INFINITY", "1\\.0f$"),
+    Rule(_ROUNDING, "exp_nonpositive", "-87", r"<=|-87.0f \* 1\.01"),
+]
+REFERENCE_RULES = [
+    Rule("the module in which mutants are tried has it already", "()", text="^$"),
+    Rule(_BLOCKING, "()", "^(ROWS|KEYS) = "),
+    Rule(_SHORTCUT, "()", "^_MASKED = "),
+    Rule(_SHORTCUT, "scores", r"bits\.any|part = None|return None|== _MASKED", r"^(?!\(\(?bits\)? !=)"),
+    Rule(_SHORTCUT, "work", r"not owed|return \[\]", "^(False|)$"),
+    Rule(_SHORTCUT, "work", "low < high", "<="),
+    Rule(_SHORTCUT, "work", 'if "d[kv]" in owed', "^True$"),
+    Rule("0 by the formula, too", "slopes", "max_bias <= 0", r"\) < \("),
+    Rule("exp(-inf) is 0 whatever is taken from it", "work", "isneginf", r"0 \+ 1"),
+    Rule("times a P of 0", "_rounding", "of_score = ", r"0 \+ 1"),
+    Rule("squared", "_rounding", "ds, square = |into_d ", r"^\(row_d\) - \(dp\)$"),
+    Rule("squared", "_rounding", r"by_d_q \+=", "-="),
+    Rule("nothing of a row without keys counts", "_rounding", "top, row_d", r"0 \+ 1"),
+    Rule("products in another order", line="einsum", text=r"shn\", o"),
+    Rule("progress is no result", line=r"report\("),
+]
 
 
 class Source:
@@ -234,7 +283,17 @@ CONSTANT |= {"static_assert_declaration", "string_literal", "template_argument_l
 CONSTANT |= {"template_function", "type_descriptor"}
 DROPPED = {"expression_statement", "continue_statement", "break_statement", "return_statement"}
 SKIPPED = {("for_statement", "update"), ("case_statement", "value"), ("call_expression", "function")}
-COMMUTATIVE = {"std::min", "std::max", "std::min<int64_t>", "std::max<int64_t>", "vec_fma"}
+COMMUTATIVE = {
+    "min",
+    "max",
+    "np.minimum",
+    "np.maximum",
+    "std::min",
+    "std::max",
+    "std::min<int64_t>",
+    "std::max<int64_t>",
+    "vec_fma",
+}
 
 
 def walk_cpp(source: Source, node: tree_sitter.Node) -> None:
@@ -558,7 +617,7 @@ def of_python(data: bytes, rules: Iterable[Rule] = ()) -> Source:
             source.add(*at(node.test), "True", "False")
         elif isinstance(node, ast.IfExp):
             source.add(*at(node), f"({text(node.orelse)}) if {text(node.test)} else ({text(node.body)})")
-        elif isinstance(node, ast.Call):
+        elif isinstance(node, ast.Call) and text(node.func) not in COMMUTATIVE:
             source.arguments(at(node), [at(argument) for argument in node.args])
         elif isinstance(node, ast.AugAssign):
             source.binary(at(node), text(node.target), operator(node.target, node.value), text(node.value))

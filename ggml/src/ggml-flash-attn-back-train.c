@@ -13,7 +13,7 @@ static const char * refusal(ggml_backend_dev_t dev, const struct ggml_tensor * b
 }
 
 const char * ggml_flash_attn_back_train_refusal(ggml_backend_dev_t dev, const struct ggml_tensor * attn, uint32_t grads) {
-    GGML_ASSERT(attn->op == GGML_OP_FLASH_ATTN_EXT);
+    GGML_ASSERT(attn->op == GGML_OP_FLASH_ATTN_EXT && "not a FLASH_ATTN_EXT node");
     if (!ggml_backend_dev_supports_op(dev, attn)) {
         return "the device does not run FLASH_ATTN_EXT on these tensors";
     }

@@ -77,8 +77,13 @@ static void set_shape(
     node->S   = q->ne[3];
 }
 
+// the nodes that have parameters of ours
+static void assert_kind(const struct ggml_tensor * node) {
+    GGML_ASSERT((node->op == GGML_OP_FLASH_ATTN_BACK || node->op == GGML_OP_FLASH_ATTN_EXT) && "neither FLASH_ATTN_BACK nor FLASH_ATTN_EXT");
+}
+
 struct ggml_flash_attn_back_node ggml_flash_attn_back_decode(const struct ggml_tensor * tensor) {
-    GGML_ASSERT(tensor->op == GGML_OP_FLASH_ATTN_BACK || tensor->op == GGML_OP_FLASH_ATTN_EXT);
+    assert_kind(tensor);
 
     struct ggml_tensor * const * src      = tensor->src;
     struct ggml_flash_attn_back_node node = { 0 };
@@ -137,7 +142,7 @@ const struct ggml_tensor * ggml_flash_attn_back_forward(const struct ggml_tensor
 }
 
 bool ggml_flash_attn_back_use_saved(struct ggml_tensor * back) {
-    GGML_ASSERT(back->op == GGML_OP_FLASH_ATTN_BACK);
+    GGML_ASSERT(back->op == GGML_OP_FLASH_ATTN_BACK && "not a FLASH_ATTN_BACK node");
     struct ggml_tensor * attn = back->src[GGML_FLASH_ATTN_BACK_SRC_O];
     if (!attn || !is_gradient(back, attn)) {
         return false;
@@ -242,7 +247,7 @@ struct ggml_tensor * ggml_flash_attn_back(
 }
 
 void ggml_flash_attn_back_set_split(struct ggml_tensor * node, bool split) {
-    GGML_ASSERT(node->op == GGML_OP_FLASH_ATTN_BACK || node->op == GGML_OP_FLASH_ATTN_EXT);
+    assert_kind(node);
     ggml_set_op_params_i32(node, OP_PARAM_SPLIT, split);
 }
 

@@ -142,7 +142,8 @@ def check_machine() -> None:
 
 def install(*extras: str) -> None:
     """The virtual environment .venv with pyharness and the packages of extras of pyproject.toml."""
-    wanted = hashlib.sha256((ROOT / "pyproject.toml").read_bytes() + sys.version.encode()).hexdigest()
+    named = [(ROOT / name).read_bytes() for name in ("pyproject.toml", "pyharness/__init__.py")]  # with the version
+    wanted = hashlib.sha256(b"".join(named) + sys.version.encode()).hexdigest()
     stamps = {path: set(path.name.split("-", 1)[1].split(",")) for path in VENV.glob("installed-*")}
     whole = PYTHON.exists() and str(VENV) in _text(VENV / "bin/activate")  # its programs name the place it was made in
     if whole and any(set(extras) <= found and _text(path) == wanted for path, found in stamps.items()):

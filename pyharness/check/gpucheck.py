@@ -25,8 +25,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import csv
 import json
 import os
+import random
 import re
 import shutil
 import signal
@@ -36,7 +38,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
@@ -44,35 +46,24 @@ from typing import Any, TextIO, TypeVar
 
 from ..base import build, cuda, errors
 from ..base.digest import ROOT
-from ..case.cases import OP
+from ..case.cases import OP, Case
 from ..device import ggml
-from ..receipts import statement, summary
+from ..receipts import summary
 from ..training import train
-from . import stress
+from . import shapes
+from .oracle import ABORTED
 
 T = TypeVar("T")
 R = TypeVar("R")
+Found = dict[str, Any]
+"""What a step found: `state`, `exit_code`, `text`, and figures of its own."""
 
 TARGET = "FLASH_ATTN_BACK(hsk=256,hsv=256,nh=24,nhkv=4,kv=75520,nb=2048,type_K=q8_0,type_V=q8_0)"
-BOXES = {
-    "info": 60,
-    "oracle": 900,
-    "hopper": 600,
-    "mma": 600,
-    "rows": 600,
-    "target": 900,
-    "repeat": 300,
-    "random": 300,
-    "sanitizer": 900,
-    "properties": 300,
-    "public": 600,
-    "soak": 900,
-    "memory": 300,
-    "large": 300,
-    "broken": 60,
-    "backend-ops": 600,
-    "perf": 1500,
-}
+BOXES: dict[str, float] = {
+    "info": 60, "oracle": 900, "hopper": 600, "mma": 600, "rows": 600, "target": 900, "repeat": 300, "random": 300,
+    "sanitizer": 900, "properties": 300, "public": 600, "soak": 900, "memory": 300, "large": 300, "broken": 60,
+    "backend-ops": 600, "perf": 1500,
+}  # fmt: skip
 """Seconds of each step's time box."""
 
 BESIDE = ("oracle", "hopper", "mma", "rows", "target", "repeat", "random", "sanitizer", "properties", "public")
@@ -86,6 +77,7 @@ ON_DEVICE = (
     "tests/operator/test_pair.py",
 )
 ON_DEVICE_TRAINING = "tests/training/test_public_training.py"
+FAULTS = "tests/operator/test_faulty_device.py"
 
 SANITIZED = (
     "FLASH_ATTN_BACK(hsk=64,hsv=64,nh=4,nhkv=2,kv=97,nb=66)",
@@ -111,64 +103,29 @@ FOUND = 99  # compute-sanitizer's exit code when it found something
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """gpucheck's options."""
-    parser.add_argument("steps", nargs="*", metavar="STEP", help=f"of {', '.join(BOXES)} (default: all, in this order)")
-    parser.add_argument("-b", dest="backend", default="CUDA0", metavar="DEVICE", help="device (default: CUDA0)")
-    parser.add_argument(
-        "--libs", type=Path, metavar="DIR", help="libraries built elsewhere (default: the preset's build)"
-    )
-    parser.add_argument("--preset", default="cuda", help="CMake preset whose build is used (default: cuda)")
-    parser.add_argument(
-        "--out", type=Path, default=ROOT / "build/gpu-check", metavar="DIR", help="results (default: build/gpu-check)"
-    )
-    parser.add_argument(
-        "--box", action="append", default=[], metavar="STEP=SECONDS", help="another time box; may be repeated"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="base seed (default: 0)")
-    parser.add_argument("--threads", type=int, default=0, help=argparse.SUPPRESS)
-    parser.add_argument(
-        "--repeats",
-        type=int,
-        default=1000,
-        metavar="N",
-        help="repeats of each case in repeat, for each path (default: 1000)",
-    )
-    parser.add_argument(
-        "--random", type=int, default=3000, metavar="N", help="shapes in random, for each path (default: 3000)"
-    )
-    parser.add_argument(
-        "--perf", action="append", default=[], metavar="ARG", help="hand ARG to perf, as in --perf=-p --perf=nb=4096"
-    )
-    parser.add_argument(
-        "--pytest",
-        action="append",
-        default=[],
-        metavar="ARG",
-        help="hand ARG to pytest, as in --pytest=--vocabulary=FILE",
-    )
-    parser.add_argument("--examples", type=int, default=100, metavar="N", help="of each property (default: 100)")
-    parser.add_argument(
-        "--soak",
-        type=float,
-        default=480,
-        metavar="S",
-        help="seconds of soak, at least, once prepared (default: 480)",
-    )
-    parser.add_argument("--beside", choices=("soak",), help="run what only checks correctness while the soak does")
-    parser.add_argument("--lanes", type=int, default=2, metavar="N", help="steps at a time beside it (default: 2)")
-    jobs = max(1, min(4, (os.cpu_count() or 1) // 4))
-    parser.add_argument(
-        "--jobs", type=int, default=jobs, metavar="N", help="processes of random (default: %(default)s here)"
-    )
-    parser.add_argument("--inner", choices=stress.INNER, help=argparse.SUPPRESS)
-    parser.add_argument("--first", type=int, default=0, help=argparse.SUPPRESS)
-    parser.add_argument("--stride", type=int, default=1, help=argparse.SUPPRESS)
-    parser.add_argument("--within", type=float, default=sys.float_info.max, help=argparse.SUPPRESS)
+    add, jobs = parser.add_argument, max(1, min(4, (os.cpu_count() or 1) // 4))
+    add("steps", nargs="*", metavar="STEP", help=f"of {', '.join(BOXES)} (default: all, in this order)")
+    add("-b", dest="backend", default="CUDA0", metavar="DEVICE", help="device (default: CUDA0)")
+    add("--libs", type=Path, metavar="DIR", help="libraries built elsewhere (default: the preset's build)")
+    add("--preset", default="cuda", help="CMake preset whose build is used (default: cuda)")
+    default = ROOT / "build/gpu-check"
+    add("--out", type=Path, default=default, metavar="DIR", help="results (default: build/gpu-check)")
+    add("--box", action="append", default=[], metavar="STEP=SECONDS", help="another time box; may be repeated")
+    add("--seed", type=int, default=0, help="base seed (default: 0)")
+    add("--threads", type=int, default=0, metavar="N", help="of the CPU device (default: all cores)")
+    add("--repeats", type=int, default=1000, metavar="N", help="of each case in repeat and path (default: 1000)")
+    add("--random", type=int, default=3000, metavar="N", help="shapes in random, for each path (default: 3000)")
+    add("--perf", action="append", default=[], metavar="ARG", help="hand ARG to perf, as in --perf=-p --perf=nb=4096")
+    add("--pytest", action="append", default=[], metavar="ARG", help="hand ARG to pytest: --pytest=--vocabulary=FILE")
+    add("--examples", type=int, default=100, metavar="N", help="of each property (default: 100)")
+    add("--soak", type=float, default=480, metavar="S", help="seconds of soak, once prepared (default: 480)")
+    add("--beside", choices=("soak",), help="run what only checks correctness while the soak does")
+    add("--lanes", type=int, default=2, metavar="N", help="steps at a time beside it (default: 2)")
+    add("--jobs", type=int, default=jobs, metavar="N", help="processes of random (default: %(default)s here)")
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the steps; 0 when all passed, 1 when one failed or its time was up, 3 when none ran or the device is lost."""
-    if args.inner:
-        return stress.INNER[args.inner](args)
     heed_interrupts()
     steps = args.steps or list(BOXES)
     unknown = [step for step in steps if step not in BOXES]
@@ -176,7 +133,7 @@ def run(args: argparse.Namespace) -> int:
         raise errors.Usage(f"{unknown[0]}: not a step", hint=f"steps: {', '.join(BOXES)}")
     if args.beside and args.beside not in steps:
         raise errors.Usage(f"--beside {args.beside}: it is none of the steps")
-    boxes: dict[str, float] = dict(BOXES)
+    boxes = dict(BOXES)
     for item in args.box:
         step, equals, seconds = item.partition("=")
         if step not in BOXES or not equals or not seconds.replace(".", "", 1).isdigit():
@@ -210,7 +167,7 @@ class _Check:
         libs = ggml.find_libraries(args.libs, args.preset)
         self._summary = summary.Summary(args.out, libs, args.backend, args.seed, asked)
         self._args, self._boxes, self._log, self._lock = args, boxes, log, threading.Lock()
-        self._found: dict[str, dict[str, Any]] = {}
+        self._found: dict[str, Found] = {}
         self._stopped, self._progress, self._running = threading.Event(), build.Progress("gpucheck"), list[str]()
 
     def run(self, steps: Sequence[str]) -> set[str]:
@@ -290,38 +247,42 @@ class _Runner:
                 self._stopped.set()
                 raise
 
-    def pyharness(
-        self, *words: str, wrap: tuple[str, ...] = (), env: dict[str, str] | None = None
-    ) -> tuple[int | None, list[str]]:
-        """Run a verb (under `wrap`); exit code (None: the box was full) and lines."""
-        where = ["--libs", str(self.args.libs)] if self.args.libs else ["--preset", self.args.preset]
-        return self.command(*wrap, sys.executable, "-m", "pyharness", *words, *where, env=env)
+    @property
+    def libs(self) -> Path:
+        """The folder of the libraries."""
+        return ggml.find_libraries(self.args.libs, self.args.preset)
 
-    def command(self, *words: str, env: dict[str, str] | None = None) -> tuple[int | None, list[str]]:
+    @property
+    def on_cuda(self) -> bool:
+        """Whether the device is one of CUDA's."""
+        return str(self.args.backend).startswith("CUDA")
+
+    def pyharness(
+        self, verb: str, *words: Any, wrap: Sequence[str] = (), env: Mapping[str, str] | None = None
+    ) -> tuple[int | None, list[str]]:
+        """Run a verb on the device (under `wrap`); exit code (None: the box was full) and lines."""
+        where = ("--libs", self.args.libs) if self.args.libs else ("--preset", self.args.preset)
+        command = (*wrap, sys.executable, "-m", "pyharness", verb, "-b", self.args.backend, *words, *where)
+        return self.command(*map(str, command), env=env)
+
+    def command(self, *words: str, env: Mapping[str, str] | None = None) -> tuple[int | None, list[str]]:
         """Run a program in the tree's root; interrupted when the time box is full or this process is to end, killed if
         it does not end then.
 
         Its stdin ends once `released` is set; `ready` is set when it prints that word."""
-        more = env or {}
+        more = dict(env or {})
         self._note(f"$ {' '.join([*(f'{name}={value}' for name, value in more.items()), *words])}")
-        lines: list[str] = []
+        environment = os.environ | {"GGML_NO_BACKTRACE": "1"} | more
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
         try:
-            process = subprocess.Popen(
-                words,
-                cwd=ROOT,
-                env=os.environ | {"GGML_NO_BACKTRACE": "1"} | more,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                errors="replace",
-            )
+            process = subprocess.Popen(words, cwd=ROOT, env=environment, text=True, errors="replace", **pipes)
         except OSError as e:
             self._note(str(e))
             return 127, [str(e)]
-        assert process.stdin is not None
-        assert process.stdout is not None
+        lines: list[str] = []
         stdin, stdout = process.stdin, process.stdout
+        assert stdin is not None
+        assert stdout is not None
 
         def read() -> None:
             with stdout:
@@ -359,290 +320,256 @@ class _Runner:
         self._log.flush()
 
 
-def _state(code: int | None, text: str, **more: Any) -> dict[str, Any]:
+def _state(code: int | None, text: str, **more: Any) -> Found:
     state = "TIME" if code is None else {0: "ok", errors.Environment.exit_code: "not run"}.get(code, "FAILED")
     if state == "not run" and f": {errors.LOST}: " in text:
         state = "LOST"
     return {"state": state, "exit_code": code, "text": text, **more}
 
 
-def _last(lines: list[str]) -> str:
+def _not_run(text: str) -> Found:
+    return _state(errors.Environment.exit_code, text)
+
+
+def _last(lines: Sequence[str]) -> str:
     """The line that says most: the error, else the last one."""
     said = [line for line in lines if line.strip() and not line.startswith("receipt ")]
     telling = [line for line in said if line.startswith("pyharness ") or "CUDA error: " in line]
     return telling[0] if telling else said[-1] if said else ""
 
 
-def _info(runner: _Runner) -> dict[str, Any]:
-    code, lines = runner.pyharness("doctor", "-b", runner.args.backend)
+def _worst(codes: Iterable[int | None]) -> int | None:
+    """Of several exit codes that of a failure, else None for a full box, else 0 where one is."""
+    codes = list(codes)
+    refused = errors.Environment.exit_code
+    wrong = [code for code in codes if code not in (0, None, refused)]
+    return wrong[0] if wrong else None if None in codes else 0 if 0 in codes else refused
+
+
+def _info(runner: _Runner) -> Found:
+    code, lines = runner.pyharness("doctor")
     runner.command("nvidia-smi")
     return _state(code, next((line for line in lines if runner.args.backend in line), _last(lines)).strip())
 
 
-def _oracle(runner: _Runner, *words: str, env: dict[str, str] | None = None) -> dict[str, Any]:
+def _oracle(runner: _Runner, *words: Any, env: Mapping[str, str] | None = None) -> Found:
     args = runner.args
-    common = (
-        "-b",
-        args.backend,
-        "--seed",
-        str(args.seed),
-        "--receipts",
-        str(args.out),
-        "--timeout",
-        str(runner.left()),
-    )
+    common = ("--seed", args.seed, "--threads", args.threads, "--receipts", args.out, "--timeout", runner.left())
     code, lines = runner.pyharness("oracle", *common, *words, env=env)
     failed = [line.strip() for line in lines if line.startswith("failed")]
     worst = [line.strip() for line in lines if "worst NMSE" in line]
-    summary = [line for line in lines if re.search(r"\d cases?: ", line)] if failed or not code else []
-    return _state(code, summary[-1] if summary else _last(lines), failed=failed, worst=worst)
+    said = [line for line in lines if re.search(r"\d cases?: ", line)] if failed or not code else []
+    return _state(code, said[-1] if said else _last(lines), failed=failed, worst=worst)
 
 
-def _path(path: str) -> Callable[[_Runner], dict[str, Any]]:
-    def run_path(runner: _Runner) -> dict[str, Any]:
-        if not runner.args.backend.startswith("CUDA"):
-            return _state(errors.Environment.exit_code, f"{runner.args.backend} has no path {path}")
+def _path(path: str) -> Callable[[_Runner], Found]:
+    def run_path(runner: _Runner) -> Found:
+        if not runner.on_cuda:
+            return _not_run(f"{runner.args.backend} has no path {path}")
         return _oracle(runner, env={cuda.KERNEL_PATH: path})
 
     return run_path
 
 
-def _target(runner: _Runner) -> dict[str, Any]:
-    return _oracle(runner, "-o", TARGET)
-
-
-def _inner(
-    runner: _Runner, step: str, *words: str, out: Path | None = None, env: dict[str, str] | None = None
-) -> tuple[int | None, list[str]]:
-    args = runner.args
-    common = ("-b", args.backend, "--seed", str(args.seed), "--out", str(out or args.out), "--inner", step)
-    return runner.pyharness("gpucheck", *common, "--threads", str(args.threads), *words, env=env)
-
-
-def _each_path(
-    runner: _Runner, step: Callable[[_Runner, dict[str, str]], dict[str, Any]], *paths: str
-) -> dict[str, Any]:
+def _each_path(runner: _Runner, step: Callable[[_Runner, dict[str, str]], Found], *paths: str) -> Found:
     """A step with the path that CUDA chooses, then held to each of `paths`; elsewhere just the step."""
-    if not runner.args.backend.startswith("CUDA"):
+    if not runner.on_cuda:
         return step(runner, {})
     found = {
         path or "chosen": step(runner.share(len(paths) + 1 - n), {cuda.KERNEL_PATH: path} if path else {})
         for n, path in enumerate(("", *paths))
     }
-    worst = next(
-        x for state in ("LOST", "FAILED", "TIME", "ok", "not run") for x in found.values() if x["state"] == state
-    )
+    order = ("LOST", "FAILED", "TIME", "ok", "not run")
+    worst = min(found.values(), key=lambda one: order.index(one["state"]))
     return worst | {"text": "; ".join(f"{path}: {x['text']}" for path, x in found.items()), "paths": found}
 
 
-def _repeat(runner: _Runner) -> dict[str, Any]:
-    def step(runner: _Runner, env: dict[str, str]) -> dict[str, Any]:
-        code, lines = _inner(runner, "repeat", "--repeats", str(runner.args.repeats), env=env)
-        return _state(code, _last(lines))
+def _repeat(runner: _Runner) -> Found:
+    def step(runner: _Runner, env: dict[str, str]) -> Found:
+        repeats = runner.args.repeats
+        found = _oracle(runner, "-o", ",".join(shapes.REPEATED), "--repeat", repeats, "--busy", "--no-monitor", env=env)
+        return (
+            found | {"text": f"{found['text']}, {repeats} runs each beside another stream"} if found["worst"] else found
+        )
 
     return _each_path(runner, step, *cuda.PATHS[1:])  # what hopper takes of the list it is chosen for
 
 
-def _resumed(
-    runner: _Runner, step: str, total: int, jobs: int, *words: str, env: dict[str, str] | None = None
-) -> dict[str, Any]:
-    """A step whose inner processes, `jobs` at a time, print a line for each of `total` cases.
+def _random(runner: _Runner) -> Found:
+    """Shapes through the oracle, shared out among processes. One that dies is told with the case that it was at, and
+    the next goes on behind that."""
+    rng = random.Random(runner.args.seed)
+    listed = list(dict.fromkeys(shapes.random_case(rng) for _ in range(runner.args.random)))
 
-    An abort ends an inner process; the next one goes on after the case that aborted."""
-    told = (None, 0, 1, errors.Usage.exit_code, errors.Environment.exit_code, errors.INTERRUPTED)
-    counts, refusals, failed, aborted = Counter[str](), Counter[str](), list[str](), list[str]()
-    threads = str(max(1, (os.cpu_count() or 1) // jobs))
-    env = (env or {}) | ({"OMP_NUM_THREADS": threads, "OPENBLAS_NUM_THREADS": threads} if jobs > 1 else {})
-
-    def part(first: int) -> tuple[int | None, str]:
-        while True:
-            code, lines = _inner(runner, step, "--first", str(first), "--stride", str(jobs), *words, env=env)
-            done = 0
-            for line in lines:
-                kind, _, rest = line.partition("\t")
-                if kind in ("ok", "failed", "refused", "skipped"):
-                    done += 1
-                    counts[kind] += 1
-                    case, _, reason = rest.partition("\t")
-                    if kind == "refused":
-                        refusals[reason] += 1
-                    if kind == "failed":
-                        failed.append(f"{case}: {reason}")
-            if code in told:
-                return code, _last(lines)
-            case = next((line for line in reversed(lines) if line.startswith("case\t")), "case\tno case had begun")
-            said = [line for line in lines[-40:] if "error" in line.lower() and "\t" not in line]
-            words_ = "; ".join(dict.fromkeys(line.strip() for line in said)) or _last(lines)
-            aborted.append(f"{case.partition(chr(9))[2]}: the process ended with {code}: {words_}")
-            first += (done + 1) * jobs
-            if first >= total:
-                return 1, words_
-
-    ends = runner.each(part, range(jobs), jobs)
-    codes = [code for code, _ in ends]
-    text = (
-        ", ".join(f"{counts[kind]} {kind}" for kind in ("ok", "failed", "refused", "skipped"))
-        + f", {len(aborted)} aborted"
-    )
-    code = None if None in codes else 1 if aborted or failed else max(code for code in codes if code is not None)
-    if code not in (None, 0, 1):
-        text = next(last for ended, last in ends if ended == code)
-    found = {"counts": dict(counts), "failed": failed, "aborted": aborted, "refusals": dict(refusals.most_common())}
-    return _state(code, text, **found)
-
-
-def _random(runner: _Runner) -> dict[str, Any]:
-    def step(runner: _Runner, env: dict[str, str]) -> dict[str, Any]:
-        args = runner.args
-        return _resumed(runner, "random", args.random, args.jobs, "--random", str(args.random), env=env)
+    def step(runner: _Runner, env: dict[str, str]) -> Found:
+        return _judged(runner, listed, env)
 
     return _each_path(runner, step, *cuda.PATHS)
 
 
-def _memory(runner: _Runner) -> dict[str, Any]:
-    return _resumed(runner, "memory", len(stress.SQUEEZED) * len(stress.ROOM), 1)
+def _judged(runner: _Runner, listed: Sequence[Case], env: Mapping[str, str]) -> Found:
+    """What the oracle says of each case: counts, refusals by their reason, failures, aborts."""
+    args, jobs = runner.args, runner.args.jobs
+    threads = str(max(1, (os.cpu_count() or 1) // jobs))
+    env = {"PYTHONUNBUFFERED": "1", **env} | dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), threads)
+    counts, refusals, failed, aborted = Counter[str](), Counter[str](), list[str](), list[str]()
+
+    def count(case: str, status: str, reason: str) -> None:
+        if status == "unsupported" and reason.strip():
+            refusals[reason] += 1
+        elif status == "unsupported":
+            status, reason = "failed", "refused without a reason"
+        if reason.startswith(ABORTED):
+            aborted.append(f"{case}: {reason}")
+            return
+        counts["refused" if status == "unsupported" else status] += 1
+        if status == "failed":
+            failed.append(f"{case}: {reason}")
+
+    def part(own: Sequence[Case]) -> tuple[int | None, str]:
+        while True:
+            with tempfile.NamedTemporaryFile("w", suffix=".def") as file:
+                file.write("".join(f"{case}\n" for case in own))
+                file.flush()
+                plain = ("--no-receipt", "--no-monitor", "--output", "csv")
+                words = ("--case-file", file.name, "--seed", args.seed, "--threads", args.threads, *plain)
+                code, lines = runner.pyharness("oracle", *words, env=env)
+            own_lines = (line for line in lines if line.startswith(f"{args.backend},{chr(34)}{OP}("))
+            rows = {row[1]: row for row in csv.reader(own_lines)}
+            for case, row in rows.items():
+                count(case, row[3], row[4])
+            own, rest = own[len(rows) :], own[len(rows) + 1 :]
+            if not own:
+                return 0, ""
+            if code in (None, errors.INTERRUPTED, errors.Usage.exit_code, errors.Environment.exit_code):
+                return code, _last(lines)
+            if code == 1 and any(row[4].startswith(ABORTED) for row in rows.values()):
+                continue
+            said = [
+                line.strip() for line in lines[-40:] if "error" in line.lower() and not line.startswith(args.backend)
+            ]
+            words_ = "; ".join(dict.fromkeys(said)) or _last(lines)
+            aborted.append(f"{own[0]}: the process ended with {code}: {words_}")
+            own = rest
+
+    ends = runner.each(part, [listed[n::jobs] for n in range(min(jobs, len(listed)))], jobs)
+    code = 1 if aborted or failed else _worst(code for code, _ in ends)
+    text = ", ".join(f"{counts[kind]} {kind}" for kind in ("ok", "failed", "refused", "skipped"))
+    if code not in (None, 0, 1):
+        text = next(last for ended, last in ends if ended == code)
+    else:
+        text += f", {len(aborted)} aborted"
+    figures = {"counts": dict(counts), "failed": failed, "aborted": aborted}
+    return _state(code, text, **figures, refusals=dict(refusals.most_common()))
 
 
-def _soak(runner: _Runner) -> dict[str, Any]:
-    code, lines = _inner(runner, "soak", "--soak", str(runner.args.soak), "--within", str(runner.left()))
-    found: dict[str, Any] = next((json.loads(line[5:]) for line in lines if line.startswith("soak\t")), {})
+def _soak(runner: _Runner) -> Found:
+    args = runner.args
+    words = ("--seconds", args.soak, "--within", runner.left(), "--seed", args.seed, "--threads", args.threads)
+    code, lines = runner.pyharness("soak", *words, "--hold")
+    found: Found = next((json.loads(line[5:]) for line in lines if line.startswith("soak\t")), {})
     return _state(code, _last(lines), **found)
 
 
-def _broken(runner: _Runner) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as directory:
-        code, lines = _inner(runner, "broken", out=Path(directory))
-        bodies = [statement.read(path)["predicate"]["receipt"] for path in Path(directory).glob("*.json")]
-    said = [line.strip() for line in lines if "error" in line.lower()]
-    states = [[record["status"] for record in body["cases"]] for body in bodies if body["partial"]]
-    if code not in (None, errors.Environment.exit_code):
-        code = 0 if code == 1 and said and states == [["ok", "failed"]] else 1
-    return _state(
-        code, f"{said[0] if said else _last(lines)}; partial receipts of {states}" if bodies else _last(lines)
-    )
-
-
-def _pytest(runner: _Runner, *words: str, env: dict[str, str] | None = None, jobs: int | None = None) -> dict[str, Any]:
+def _pytest(runner: _Runner, *words: str, env: Mapping[str, str] | None = None, jobs: int | None = None) -> Found:
     plugins = ["pytest_timeout", "_hypothesis_pytestplugin"]
     missing = [name for name in ("pytest", *plugins) if find_spec(name) is None]
     if missing:
-        return _state(errors.Environment.exit_code, f"{', '.join(missing)} not installed")
-    args = runner.args
-    libs = ggml.find_libraries(args.libs, args.preset)
-    more = {"PYHARNESS_LIBS": str(libs), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"} | train.search(libs)
-    jobs = jobs or args.jobs
+        return _not_run(f"{', '.join(missing)} not installed")
+    args, jobs = runner.args, jobs or runner.args.jobs
+    more = {"PYHARNESS_LIBS": str(runner.libs), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"} | train.search(runner.libs)
     parallel = find_spec("xdist") is not None and jobs > 1
     common = [word for plugin in [*plugins, *["xdist.plugin"] * parallel] for word in ("-p", plugin)]
     common += ["-n", str(jobs)] * parallel
     common += ["-q", "-rfx", "-W", "default", "--tb=short", "-p", "no:cacheprovider", "--device", args.backend]
-    code, lines = runner.command(sys.executable, "-m", "pytest", *common, *words, *args.pytest, env=more | (env or {}))
+    code, lines = runner.command(
+        sys.executable, "-m", "pytest", *common, *words, *args.pytest, env=more | dict(env or {})
+    )
     failed = [line.removeprefix("FAILED ") for line in lines if line.startswith(("FAILED ", "ERROR "))]
     return _state(code if code in (0, None) else 1, _last(lines), failed=failed)
 
 
-def _properties(runner: _Runner) -> dict[str, Any]:
+def _properties(runner: _Runner) -> Found:
     examples = {"PYHARNESS_EXAMPLES": str(runner.args.examples)}
     return _pytest(runner, f"--hypothesis-seed={runner.args.seed}", "tests/operator/test_properties.py", env=examples)
 
 
-def _public(runner: _Runner) -> dict[str, Any]:
-    libs = ggml.find_libraries(runner.args.libs, runner.args.preset)
-    training = [ON_DEVICE_TRAINING] if (libs / train.PROGRAM).exists() else []
+def _public(runner: _Runner) -> Found:
+    training = [ON_DEVICE_TRAINING] if (runner.libs / train.PROGRAM).exists() else []
     return _pytest(runner, "-m", "not large", *ON_DEVICE, *training)
 
 
-def _large(runner: _Runner) -> dict[str, Any]:
-    if not runner.args.backend.startswith("CUDA"):
-        return _state(errors.Environment.exit_code, "sizes for GPUs")
-    return _pytest(runner, "-m", "large", *ON_DEVICE, jobs=1)
+def _cuda_tests(*words: str) -> Callable[[_Runner], Found]:
+    """A step of tests, one after the other, for devices with memory of their own."""
+
+    def run_tests(runner: _Runner) -> Found:
+        if not runner.on_cuda:
+            return _not_run(f"{runner.args.backend} has no memory of its own")
+        return _pytest(runner, *words, jobs=1)
+
+    return run_tests
 
 
-def _backend_ops(runner: _Runner) -> dict[str, Any]:
-    args = runner.args
-    libs = ggml.find_libraries(args.libs, args.preset)
-    program = libs / "test-backend-ops"
+def _backend_ops(runner: _Runner) -> Found:
+    program = runner.libs / "test-backend-ops"
     if not program.exists():
-        return _state(errors.Environment.exit_code, f"no test-backend-ops in {libs}")
-    modes = ("test", "support", "grad", "perf")
-    found: dict[str, dict[str, Any]] = {}
+        return _not_run(f"no test-backend-ops in {runner.libs}")
+    modes, found = ("test", "support", "grad", "perf"), dict[str, Found]()
     for number, mode in enumerate(modes):
-        words = (str(program), mode, "-b", args.backend, "-o", OP, *(("-p", UPSTREAM_TIMED) if mode == "perf" else ()))
-        code, lines = runner.share(len(modes) - number).command(*words, env=train.search(libs))
+        timed = ("-p", UPSTREAM_TIMED) if mode == "perf" else ()
+        words = (str(program), mode, "-b", runner.args.backend, "-o", OP, *timed)
+        code, lines = runner.share(len(modes) - number).command(*words, env=train.search(runner.libs))
         said = [re.sub(r"\x1b\[[0-9;]*m", "", line).strip() for line in lines]
         failed = [line for line in said if line.startswith(OP) and "FAIL" in line]
-        found[mode] = {
-            "exit_code": code,
-            "text": next((x for x in said if " tests passed" in x), _last(said)),
-            "failed": failed,
-        }
+        text = next((x for x in said if " tests passed" in x), _last(said))
+        found[mode] = {"exit_code": code, "text": text, "failed": failed}
     codes = [item["exit_code"] for item in found.values()]
     wrong = [code for code in codes if code]
     text = "; ".join(f"{mode}: {item['text']}" for mode, item in found.items())
     return _state(wrong[0] if wrong else None if None in codes else 0, text, modes=found)
 
 
-def _sanitizer(runner: _Runner) -> dict[str, Any]:
+def _sanitizer(runner: _Runner) -> Found:
     program = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
     if not Path(program).exists():
-        return _state(errors.Environment.exit_code, "compute-sanitizer is not installed")
+        return _not_run("compute-sanitizer is not installed")
 
     def check(item: tuple[str, str]) -> tuple[int | None, str]:
         path, tool = item
-        options_ = ("--tool", tool, "--error-exitcode", str(FOUND), "--print-limit", "20")
-        words = ("oracle", "-b", runner.args.backend, "--no-receipt", "--no-monitor", "-o", ",".join(SANITIZED))
-        code, lines = runner.pyharness(*words, wrap=(program, *options_), env={cuda.KERNEL_PATH: path})
-        summary = (line for line in reversed(lines) if "ERROR SUMMARY" in line or "RACECHECK SUMMARY" in line)
-        return code, next(summary, _last(lines)).strip("= ")
+        wrap = (program, "--tool", tool, "--error-exitcode", str(FOUND), "--print-limit", "20")
+        words = ("--no-receipt", "--no-monitor", "-o", ",".join(SANITIZED))
+        code, lines = runner.pyharness("oracle", *words, wrap=wrap, env={cuda.KERNEL_PATH: path})
+        said = (line for line in reversed(lines) if "ERROR SUMMARY" in line or "RACECHECK SUMMARY" in line)
+        return code, next(said, _last(lines)).strip("= ")
 
     checks = [(path, tool) for path in cuda.PATHS for tool in TOOLS]
     ends = runner.each(check, checks, runner.args.jobs)
     found = {f"{path} {tool}": text for (path, tool), (_, text) in zip(checks, ends, strict=True)}
-    codes = [code for code, _ in ends]
-    refused = errors.Environment.exit_code  # a path that takes none of the cases
-    wrong = [code for code in codes if code not in (0, None, refused)]
-    worst = wrong[0] if wrong else None if None in codes else 0 if 0 in codes else refused
-    return _state(worst, "; ".join(f"{check}: {text}" for check, text in found.items()))
+    return _state(_worst(code for code, _ in ends), "; ".join(f"{check}: {text}" for check, text in found.items()))
 
 
-def _perf(runner: _Runner) -> dict[str, Any]:
-    args = runner.args
-    words = (
-        "-b",
-        args.backend,
-        "--seed",
-        str(args.seed),
-        "--receipts",
-        str(args.out),
-        "--peer",
-        "mma",
-        "--peer",
-        "unfused",
-        "--peer",
-        "torch",
-        "--peer",
-        "fa3",
-    )
-    code, lines = runner.pyharness("perf", *words, *args.perf)
+def _perf(runner: _Runner) -> Found:
+    named = [word for peer in ("mma", "unfused", "torch", "fa3") for word in ("--peer", peer)]
+    words = ("--seed", runner.args.seed, "--receipts", runner.args.out, *named, *runner.args.perf)
+    code, lines = runner.pyharness("perf", *words)
     verdicts = [line for line in lines if ": against " in line]
     return _state(code, _last(lines) if code else f"{len(verdicts)} comparisons", comparisons=verdicts)
 
 
-_STEPS: dict[str, Callable[[_Runner], dict[str, Any]]] = {
+_STEPS: dict[str, Callable[[_Runner], Found]] = {
     "info": _info,
     "oracle": _oracle,
-    "hopper": _path("hopper"),
-    "mma": _path("mma"),
-    "rows": _path("rows"),
-    "target": _target,
+    **{path: _path(path) for path in cuda.PATHS},
+    "target": lambda runner: _oracle(runner, "-o", TARGET),
     "repeat": _repeat,
     "random": _random,
     "sanitizer": _sanitizer,
     "properties": _properties,
     "public": _public,
     "soak": _soak,
-    "memory": _memory,
-    "large": _large,
-    "broken": _broken,
+    "memory": _cuda_tests(FAULTS, "-k", "memory"),
+    "large": _cuda_tests("-m", "large", *ON_DEVICE),
+    "broken": _cuda_tests(FAULTS, "-k", "address"),
     "backend-ops": _backend_ops,
     "perf": _perf,
 }

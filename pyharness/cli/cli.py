@@ -33,6 +33,7 @@ VERBS = {
     "patch": ("patch.tree", "put the operator into a ggml or llama.cpp checkout"),
     "train": ("training.train", "train a small model in llama.cpp with flash attention off and on"),
     "gpucheck": ("check.gpucheck", "check a CUDA device end to end"),
+    "soak": ("check.soak", "mixed shapes on two streams for minutes: the same bits, no growth"),
     "receipt": ("cli.receipt", "show, verify and compare receipts"),
 }
 

@@ -43,6 +43,11 @@ GUARD_BYTE = 0xFF  # NaN in every floating-point type
 POISON = np.uint32(0x7FA5A5A5)  # a NaN that no arithmetic makes
 CACHE_CELLS = 37  # cells of the cache layout that hold no key; the first 5 come before the keys
 
+GGML_CUDA = ("CUDA", "ROCm", "MUSA")  # what the names of ggml-cuda's devices begin with
+GGML_SOFTCAP_HEADS = (128, 256, 512)
+"""Head sizes for which ggml-cuda compiles its own forward with a softcap. Its supports_op accepts every other one, too,
+and the kernel then ends in a trap (`unspecified launch failure`)."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Device:
@@ -152,6 +157,8 @@ class Library:
             supported = bool(self.c.ggml_backend_dev_supports_op(handle, node.back))
             if node.attn and not self.c.ggml_backend_dev_supports_op(handle, node.attn):
                 return "FLASH_ATTN_EXT: supports_op says no"
+            if node.attn and (no_forward := self.forward_refusal(device, node.attn)):
+                return no_forward
             ask = self.proc(handle, "ggml_backend_flash_attn_back_refusal", "ggml_backend_flash_attn_back_refusal_t")
             reason = self.text(ask(handle, node.back)) if ask else None
             if ask and supported != (reason is None):
@@ -202,6 +209,16 @@ class Library:
         ask = self.proc(handle, "ggml_backend_flash_attn_back_path", "ggml_backend_flash_attn_back_path_t")
         return (self.text(ask(handle, back)) if ask else None) or ""
 
+    def forward_refusal(self, device: Device, attn: Any) -> str:
+        """Why the device's own forward cannot run a FLASH_ATTN_EXT node that supports_op accepts, "" if it can."""
+        softcap = struct.unpack("f", struct.pack("i", attn.op_params[2]))[0]
+        size = int(attn.src[0].ne[0])
+        if not softcap or size in GGML_SOFTCAP_HEADS or not device.name.startswith(GGML_CUDA):
+            return ""
+        if self.node_path(device, attn):
+            return ""
+        return f"ggml's own forward has no kernel for a softcap at head size {size}"
+
     def _describe(self, handle: Any) -> Device:
         free, total = self.ffi.new("size_t *"), self.ffi.new("size_t *")
         self.c.ggml_backend_dev_memory(handle, free, total)
@@ -223,10 +240,14 @@ class Library:
     def download(self, tensor: Any, dtype: Any) -> NDArray[Any]:
         """A tensor's bytes as a flat array."""
         array = np.empty(int(self.c.ggml_nbytes(tensor)) // np.dtype(dtype).itemsize, dtype)
+        self.download_into(tensor, array)
+        return array
+
+    def download_into(self, tensor: Any, array: NDArray[Any]) -> None:
+        """Copy as many bytes of a tensor as a contiguous array has."""
         if array.nbytes:
             data = self.ffi.cast("void *", array.__array_interface__["data"][0])
             self.c.ggml_backend_tensor_get(tensor, data, 0, array.nbytes)
-        return array
 
     def text(self, value: Any) -> str | None:
         """A C string or an enum's name, None for NULL."""
@@ -393,6 +414,7 @@ class Session:
         self.device = device
         self.inputs = inputs
         self.seconds = 0.0
+        self._words: NDArray[np.uint32] | None = None
         c = self._c = library.c
         with contextlib.ExitStack() as owned:
             self._node = _Node(library, inputs)
@@ -459,6 +481,20 @@ class Session:
         """Fill the destination with the NaN that counts as unwritten."""
         for tensor in filter(None, (self.back, self.attn)):
             self.library.upload(tensor, np.full(int(self._c.ggml_nbytes(tensor)) // 4, POISON, np.uint32))
+
+    def again(self) -> NDArray[np.uint32]:
+        """One more run, on a destination of 0xFF bytes: the words of the result, and of the output of a forward of the
+        operator's. Valid until the next."""
+        written = (self.back, self.attn) if self.forward else (self.back,)
+        sizes = [int(self._c.ggml_nbytes(tensor)) for tensor in written]
+        for tensor, size in zip(written, sizes, strict=True):
+            self._c.ggml_backend_tensor_memset(tensor, GUARD_BYTE, 0, size)
+        self.compute()
+        if self._words is None:
+            self._words = np.empty(sum(sizes) // 4, np.uint32)
+        for tensor, words in zip(written, np.split(self._words, [sizes[0] // 4]), strict=False):
+            self.library.download_into(tensor, words)
+        return self._words
 
     def compute(self) -> float:
         """Compute the graph once; seconds on the host's clock until the device is done.

@@ -46,7 +46,7 @@ class Pair:
                 grads = sum(1 << PARTS.index(part) for part in given.grads)
                 handle = library.handle(device)
                 reason = c.ggml_flash_attn_back_train_refusal(handle, self.attention, grads)
-                self.refusal = library.text(reason) or ""
+                self.refusal = library.text(reason) or library.forward_refusal(device, self.attention)
             if not self.refusal:
                 self.path = library.node_path(device, self.back)
                 self.forward_path = library.node_path(device, self.attention)

@@ -27,7 +27,9 @@ from ..receipts.statement import OURS
 from . import fa3, pair
 from .bench import Bench, Sample
 
-NAMES = (*cuda.PATHS, "unfused", "torch", "fa3")
+TORCH = ("torch", "fa3")
+"""The peers that need PyTorch."""
+NAMES = (*cuda.PATHS, "unfused", *TORCH)
 F32 = NDArray[np.float32]
 
 PARTS = {"forward": ("o",), "backward": ("dq", "dk", "dv"), "forward+backward": ("o", "dq", "dk", "dv")}
@@ -373,6 +375,13 @@ def _torch() -> Any:
     except ImportError as e:
         raise Unavailable("PyTorch is not installed") from e
     return torch
+
+
+def preload() -> None:
+    """Import PyTorch where it is installed. To be called before ggml's libraries are loaded, whose symbols are global:
+    imported after them it may end in `free(): invalid pointer`."""
+    with contextlib.suppress(Unavailable):
+        _torch()
 
 
 def torch_ceilings(index: int) -> dict[str, Any] | None:

@@ -399,6 +399,9 @@ def run(args: argparse.Namespace) -> int:
     base = statement.read(args.base) if args.base else None
     if base is not None and not base["predicate"]["receipt"]["perf"]:
         raise errors.Usage(f"--base {options.label(args.base)}: not a receipt of perf")
+    measured = _given_ceilings(args) is None and not _only_cpu(args)
+    if measured or {*args.peer} & {*peers.TORCH}:
+        peers.preload()
     started = time.time()
     stopped: KeyboardInterrupt | MemoryError | errors.Failure | None = None
     measurements: list[dict[str, Any]] = []
@@ -489,6 +492,11 @@ def run(args: argparse.Namespace) -> int:
     if stopped is not None and not isinstance(stopped, KeyboardInterrupt):
         raise stopped
     return code
+
+
+def _only_cpu(args: argparse.Namespace) -> bool:
+    """Whether -b names the CPU alone."""
+    return args.backend is not None and all(name.strip().upper() == "CPU" for name in args.backend.split(",") if name)
 
 
 def _given_ceilings(args: argparse.Namespace) -> dict[str, Any] | None:

@@ -166,8 +166,8 @@ def _what(body: Document) -> str:
 
 
 def pages(root: Path = ROOT) -> list[Path]:
-    """The pages that may quote receipts: README.md and docs/*.md."""
-    return [page for page in [root / "README.md", *sorted((root / "docs").glob("*.md"))] if page.is_file()]
+    """The pages that may quote receipts: README.md and those in docs/."""
+    return [page for page in [root / "README.md", *sorted((root / "docs").rglob("*.md"))] if page.is_file()]
 
 
 _MARKED = re.compile(

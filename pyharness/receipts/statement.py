@@ -62,7 +62,8 @@ MEASURES = {
     "quant",
     "reference",
     "result",
-    "stress",
+    "shapes",
+    "soak",
 }
 MEASURES_PERF = MEASURES | {"bench", "cuda", "fa3", "pair", "peers", "perf", "timing"}
 MEASURES_TRAIN = {"losses", "tiny", "train"}

@@ -309,6 +309,7 @@ def run(args: argparse.Namespace) -> int:
 def demo(args: argparse.Namespace, program: Path, model: Path, text: Path, common: dict[str, Any]) -> int:
     """Train with flash attention off and on; check that they agree and that the checkpoint works elsewhere."""
     started = time.time()
+    figures = pyplot()
     library = None if args.no_receipt else load(program.parent)
     tokens = int(7.5 * args.ctx) if args.tokens is None else args.tokens
     common |= {"ctx": args.ctx, "tokens": tokens, "lr": args.lr, "warmup": args.warmup}
@@ -368,7 +369,8 @@ def demo(args: argparse.Namespace, program: Path, model: Path, text: Path, commo
         events[fa] = events[fa] + one.all("ops") + one.all("node")
     record = {"checks": [{**dataclasses.asdict(c), "passed": c.passed} for c in checks], "gradients": gradients}
     (args.out / "train.json").write_text(json.dumps(record | {"runs": events}, indent=1) + "\n", encoding="utf-8")
-    plot(args.out, runs)
+    if figures:
+        plot(figures, args.out, runs)
     if library:
         stamp(args, library, program, model, text, runs, gradients, checks, started)
     print(f"results in {args.out}", file=sys.stderr)
@@ -480,16 +482,22 @@ def capture(args: argparse.Namespace, program: Path, model: Path, text: Path, co
         print(file)
 
 
-def plot(folder: Path, runs: dict[str, Run]) -> None:
-    """The loss curves as losses.png and losses.svg, where matplotlib is installed."""
+def pyplot() -> Any:
+    """matplotlib's pyplot, None where it is not installed. To be called before ggml's libraries are loaded, whose
+    symbols are global: its extensions may end in a SystemError after them."""
     try:
         import matplotlib as mpl
+
+        mpl.use("Agg")
+        from matplotlib import pyplot
     except ImportError:
         print(f"no plot: matplotlib is not installed\n  {build.pip('plot')}", file=sys.stderr)
-        return
-    mpl.use("Agg")
-    from matplotlib import pyplot
+        return None
+    return pyplot
 
+
+def plot(pyplot: Any, folder: Path, runs: dict[str, Run]) -> None:
+    """The loss curves as losses.png and losses.svg."""
     figure, (top, bottom) = pyplot.subplots(2, 1, sharex=True, figsize=(7, 6), height_ratios=(3, 1))
     for fa, style in (("off", "-"), ("on", "--")):
         losses = runs[fa].losses

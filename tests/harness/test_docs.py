@@ -10,12 +10,15 @@ from pathlib import Path
 
 import pytest
 
+from pyharness import __version__
 from pyharness.base.digest import ROOT
 from pyharness.case import cases
 from pyharness.cli import cli
 from pyharness.receipts import commits, pages
 
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), ROOT / "tests/data/README.md"])
+PAGES = sorted(
+    [*ROOT.glob("*.md"), *ROOT.glob(".github/*.md"), *(ROOT / "docs").rglob("*.md"), ROOT / "tests/data/README.md"]
+)
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 
 
@@ -49,6 +52,65 @@ def test_every_file_that_is_named_is_there(page: Path) -> None:
     )
     for name in re.findall(rf"\b(?:{folders})/[\w./-]+\.(?:{suffixes})\b", page.read_text(encoding="utf-8")):
         assert (ROOT / name).exists() or (page.parent / name).exists(), name
+
+
+@each_page
+def test_prose_ends_before_column_120(page: Path) -> None:
+    if page.name == "README.md":
+        pytest.skip("tables of receipts and long case strings")
+    text = re.sub(r"(?ms)^<!-- (\w+)[^>]*-->$.*?^<!-- /\1 -->$", "", page.read_text(encoding="utf-8"))
+    long = [line for line in text.splitlines() if len(line) > 120 and not line.lstrip().startswith("|")]
+    assert not long
+
+
+def test_the_picture_of_the_data_flow_is_a_graph_of_its_nodes() -> None:
+    (picture,) = re.findall(r"```mermaid\n(.*?)```", (ROOT / "docs/design.md").read_text(encoding="utf-8"), re.DOTALL)
+    head, *lines = picture.splitlines()
+    assert head == "flowchart TB"
+    nodes, ends, depth = set[str](), set[str](), 0
+    for line in map(str.strip, lines):
+        if node := re.fullmatch(r'(subgraph )?(\w+)\["[^"]+"\]', line):
+            assert node[2] not in {*nodes, "end"}, line
+            nodes.add(node[2])
+            depth += bool(node[1])
+        elif edge := re.fullmatch(r"(\w+) --> (\w+)", line):
+            assert set(edge.groups()) <= nodes, line
+            ends.update(edge.groups())
+        else:
+            assert line == "end", line
+            depth -= 1
+    assert depth == 0
+    assert nodes - ends == {"inputs", "prep", "fwd", "back"}
+
+
+def test_the_changelog_has_the_version_that_the_harness_says_it_is() -> None:
+    released = re.findall(r"^## \[(\d[^\]]*)\] - \d{4}-\d\d-\d\d$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert released[0] == __version__
+
+
+GITHUB = ROOT / ".github"
+
+
+def test_the_workflow_runs_what_a_person_runs() -> None:
+    yaml = pytest.importorskip("yaml")
+    (job,) = yaml.safe_load((GITHUB / "workflows/ci.yml").read_text(encoding="utf-8"))["jobs"].values()
+    programs = [word for step in job["steps"] for word in step.get("run", "").split() if word.startswith("./")]
+    assert programs == ["./.ci/run"]
+    assert "./scripts/test" in (ROOT / programs[0]).read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("form", sorted((GITHUB / "ISSUE_TEMPLATE").glob("[!c]*.yml")), ids=lambda form: form.stem)
+def test_an_issue_form_asks_for_what_can_be_run_and_read(form: Path) -> None:
+    text = form.read_text(encoding="utf-8")
+    fields = pytest.importorskip("yaml").safe_load(text)["body"]
+    assert len({field["id"] for field in fields}) == len(fields)
+    assert all(field["attributes"]["label"] for field in fields)
+    for name in re.findall(r"docs/[\w.-]+", text):
+        assert (ROOT / name.rstrip(".")).exists(), name
+    for verb, named in commands(form):
+        parser = argparse.ArgumentParser()
+        importlib.import_module(f"pyharness.{cli.VERBS[verb][0]}").add_arguments(parser)
+        assert set(named) <= options(parser), verb
 
 
 def commands(page: Path) -> Iterator[tuple[str, list[str]]]:

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import dataclasses
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +15,9 @@ from pyharness.base import commands, digest, errors
 from pyharness.case import cases, inputs
 from pyharness.case.cases import PARTS
 from pyharness.device import ggml
+from pyharness.patch import tree
+from pyharness.perf import pair as timed_pair
+from pyharness.perf import peers
 
 
 def test_layouts_and_values_come_from_the_headers(library: ggml.Library) -> None:
@@ -213,3 +218,29 @@ def test_memory_that_cannot_be_had_is_an_error_in_words(library: ggml.Library, c
     huge = inputs.blank(case("hsk=576,hsv=576,nh=64,nhkv=64,kv=100000000,nb=1,type_K=f32,type_V=f32"))
     with pytest.raises((errors.Environment, MemoryError)):
         library.prepare(cpu, huge)
+
+
+def test_ggml_s_own_cuda_forward_takes_a_softcap_at_some_head_sizes_only(
+    library: ggml.Library, cpu: ggml.Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handle = library.handle(cpu)
+    monkeypatch.setattr(library, "handle", lambda _: handle)
+    cuda = dataclasses.replace(cpu, name="CUDA0")
+    words = "ggml's own forward has no kernel for a softcap at head size 64"
+    pair = small(hsk=64, hsv=64, softcap=20, pair=1)
+    assert library.refusal(cuda, pair) == words
+    assert library.refusal(cpu, pair) is None
+    for changes in ({"hsk": 128, "hsv": 128}, {"softcap": 0}, {"pair": 0}):
+        assert library.refusal(cuda, pair.replace(**changes)) is None, changes
+    given = inputs.make(pair, 0)
+    with timed_pair.Pair(library, cuda, given, peers.Plain(given).arrays) as timed:
+        assert timed.refusal == words
+    monkeypatch.setattr(library, "node_path", lambda *_: "mma")
+    assert library.refusal(cuda, pair) is None
+
+
+def test_the_head_sizes_with_a_softcap_are_those_of_the_pinned_ggml() -> None:
+    kernels = ggml.ROOT / "build/upstream" / tree.base().folder / "ggml/src/ggml-cuda"
+    for file in ("fattn-mma-f16.cuh", "fattn-tile.cuh"):
+        found = re.findall(r"use_logit_softcap && !\(([^)]*)\)", (kernels / file).read_text())
+        assert [tuple(map(int, re.findall(r"== (\d+)", sizes))) for sizes in found] == [ggml.GGML_SOFTCAP_HEADS], file

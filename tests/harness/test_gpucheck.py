@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import csv
 import dataclasses
 import io
 import itertools
@@ -16,20 +17,22 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import psutil
 import pytest
+import squeeze
 from attention import small
 from numpy.typing import NDArray
 
 from pyharness.base import cuda, errors
 from pyharness.case import cases, inputs, operands
 from pyharness.case.cases import Case
-from pyharness.check import gpucheck, stress
+from pyharness.check import gpucheck, oracle, shapes
+from pyharness.check import soak as soaking
 from pyharness.cli import cli
 from pyharness.device import ggml
 from pyharness.receipts import statement
@@ -77,8 +80,8 @@ class Fake(gpucheck._Runner):
         del of
         return self
 
-    def command(self, *words: str, env: dict[str, str] | None = None) -> tuple[int | None, list[str]]:
-        self.env.append(env or {})
+    def command(self, *words: str, env: Mapping[str, str] | None = None) -> tuple[int | None, list[str]]:
+        self.env.append(dict(env or {}))
         self.words.append(words)
         return self.ends.pop(0)
 
@@ -101,6 +104,9 @@ def test_the_gpu_check_leaves_a_flat_folder(check: Check, tmp_path: Path, capsys
     assert steps["random"]["text"].startswith("20 ok")
     out = tmp_path / "out"
     (path,) = out.glob("*-oracle-*.json")
+    assert steps["repeat"]["text"].endswith(
+        "6 ok, 0 failed, 0 unsupported, 0 skipped, 3 runs each beside another stream"
+    )
     assert all(c["repeats"] == 3 and c["distinct"] == 1 for c in statement.read(path)["predicate"]["receipt"]["cases"])
     assert all(child.is_file() for child in out.iterdir())
     assert len(list(out.iterdir())) <= 8
@@ -222,24 +228,46 @@ def test_a_lost_device_ends_the_check_with_exit_3(check: Check, monkeypatch: pyt
     assert steps["oracle"]["text"] == said
 
 
+def row(case: Case, status: str, reason: str = "") -> str:
+    """A line of the oracle's CSV."""
+    out = io.StringIO()
+    csv.writer(out).writerow(("CPU", str(case), "1", status, reason))
+    return out.getvalue().strip()
+
+
 def test_an_abort_is_told_in_its_words_and_the_next_process_goes_on(tmp_path: Path) -> None:
-    died = ["case\tA", "ok\tA\t", "case\tB", "CUDA error: out of memory", "  cuMemCreate(&handle)", "bye"]
-    rest = ["case\tC", "refused\tC\ttoo small", "case\tD", "failed\tD\tdq: NMSE"]
-    runner = Fake(options(tmp_path), (-6, died), (1, rest))
-    found = gpucheck._resumed(runner, "random", 4, 1)
+    listed = [small(kv=keys) for keys in range(21, 27)]
+    a, b, c, d, e, f = listed
+    died = [row(a, "ok"), "CUDA error: out of memory", "  cuMemCreate(&handle)", "bye"]
+    asserted = [row(c, "unsupported", "too small"), row(d, "failed", f"{oracle.ABORTED}GGML_ASSERT(x)")]
+    rest = [row(e, "failed", "dq: NMSE"), row(e, "failed", "dq: NMSE"), row(f, "unsupported")]
+    runner = Fake(options(tmp_path, jobs=1), (-6, died), (1, asserted), (1, rest))
+    found = gpucheck._judged(runner, listed, {})
     assert found["state"] == "FAILED"
-    assert found["text"] == "1 ok, 1 failed, 1 refused, 0 skipped, 1 aborted"
-    assert found["aborted"] == ["B: the process ended with -6: CUDA error: out of memory"]
-    assert found["failed"] == ["D: dq: NMSE"]
+    assert found["text"] == "1 ok, 2 failed, 1 refused, 0 skipped, 2 aborted"
+    assert found["aborted"] == [
+        f"{b}: the process ended with -6: CUDA error: out of memory",
+        f"{d}: ggml aborted: GGML_ASSERT(x)",
+    ]
+    assert found["failed"] == [f"{e}: dq: NMSE", f"{f}: refused without a reason"]
     assert found["refusals"] == {"too small": 1}
-    assert [words[words.index("--first") + 1] for words in runner.words] == ["0", "2"]
+    assert not runner.ends
+
+
+def test_a_full_box_keeps_the_shapes_that_were_tried(tmp_path: Path) -> None:
+    listed = [small(kv=keys) for keys in range(21, 24)]
+    found = gpucheck._judged(Fake(options(tmp_path, jobs=1), (None, [row(listed[0], "ok")])), listed, {})
+    assert (found["state"], found["counts"]) == ("TIME", {"ok": 1})
 
 
 def test_repeats_and_random_shapes_run_on_every_kernel_path_of_cuda(tmp_path: Path) -> None:
-    ends = [(0, ["5 of 5"]), (1, ["4 of 5"]), (0, ["3 of 3"])]
+    ends = [(0, ["5 cases: 5 ok"]), (1, ["failed A", "5 cases: 4 ok"]), (0, ["3 cases: 3 ok"])]
     runner = Fake(options(tmp_path, backend="CUDA0"), *ends)
     found = gpucheck._repeat(runner)
-    assert (found["state"], found["text"]) == ("FAILED", "chosen: 5 of 5; mma: 4 of 5; rows: 3 of 3")
+    assert (found["state"], found["text"]) == (
+        "FAILED",
+        "chosen: 5 cases: 5 ok; mma: 5 cases: 4 ok; rows: 3 cases: 3 ok",
+    )
     assert [env.get(cuda.KERNEL_PATH) for env in runner.env] == [None, "mma", "rows"]
 
 
@@ -284,12 +312,12 @@ def test_every_tool_of_the_sanitizer_runs_on_every_kernel_path(
 
 
 def test_random_shapes_are_seeded_and_reach_every_corner_of_the_grammar() -> None:
-    def shapes(seed: int) -> list[Case]:
+    def drawn(seed: int) -> list[Case]:
         rng = random.Random(seed)
-        return [stress.random_case(rng) for _ in range(600)]
+        return [shapes.random_case(rng) for _ in range(600)]
 
-    found = shapes(0)
-    assert found == shapes(0) != shapes(1)
+    found = drawn(0)
+    assert found == drawn(0) != drawn(1)
     for key, values in {
         "layout": set(cases.LAYOUTS),
         "sinks": {0, 1},
@@ -304,40 +332,42 @@ def test_random_shapes_are_seeded_and_reach_every_corner_of_the_grammar() -> Non
 
 def wrong_once(monkeypatch: pytest.MonkeyPatch, run: int) -> None:
     """One bit of one run's result is another."""
-    right, count = stress.Bits.run, itertools.count(1)
+    right, count = ggml.Session.again, itertools.count(1)
 
-    def wrong(bits: stress.Bits) -> NDArray[np.uint32]:
+    def wrong(session: ggml.Session) -> NDArray[np.uint32]:
         number = next(count)  # streams run at the same time
-        now = right(bits)
+        now = right(session)
         if number == run:
             now[0] ^= 1
         return now
 
-    monkeypatch.setattr(stress.Bits, "run", wrong)
+    monkeypatch.setattr(ggml.Session, "again", wrong)
 
 
 def test_a_repeat_with_other_bits_is_found(
     library: ggml.Library, cpu: ggml.Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = stress.repeated(library, cpu, small(), 0, 1, 20)
+    found = oracle.check(library, cpu, small(), 0, repeats=20)
     assert (found.status, found.repeats, found.distinct) == ("ok", 20, 1)
     wrong_once(monkeypatch, 13)
-    found = stress.repeated(library, cpu, small(), 0, 1, 20)
+    found = oracle.check(library, cpu, small(), 0, repeats=20)
     assert (found.status, found.reason, found.distinct) == ("failed", "2 different results in 20 runs", 2)
 
 
-def test_repeats_whose_other_stream_ends_are_no_proof(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_repeats_whose_other_stream_ends_are_no_proof(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     compute = ggml.Session.compute
 
     def failing(session: ggml.Session) -> float:
-        if session.inputs.case == Case.parse(stress.BUSY):
+        if session.inputs.case == Case.parse(oracle.BUSY):
             raise errors.Environment("no memory")
         return compute(session)
 
     monkeypatch.setattr(ggml.Session, "compute", failing)
-    monkeypatch.setattr(stress, "REPEATED", (CASE,))
-    with pytest.raises(errors.Environment, match="no memory"):
-        stress.repeat(options(tmp_path, repeats=3))
+    words = ("-b", "CPU", "-o", CASE, "--repeat", "3", "--busy", "--receipts", str(tmp_path))
+    assert cli.main(["oracle", *words]) == errors.Environment.exit_code
+    assert "pyharness oracle: no memory" in capsys.readouterr().err
     (path,) = tmp_path.glob("*-oracle-*.json")
     document = statement.read(path)
     ended = {"exit_code": errors.Environment.exit_code, "reason": "no memory"}
@@ -346,16 +376,20 @@ def test_repeats_whose_other_stream_ends_are_no_proof(tmp_path: Path, monkeypatc
 
 def soaks(monkeypatch: pytest.MonkeyPatch) -> None:
     """A soak takes four cases and ends by itself."""
-    monkeypatch.setattr(stress, "SOAKED", (CASE, OTHER))
-    monkeypatch.setattr(stress, "SOAKED_RANDOM", 2)
+    monkeypatch.setattr(shapes, "SOAKED", (CASE, OTHER))
+    monkeypatch.setattr(shapes, "SOAKED_RANDOM", 2)
     monkeypatch.setattr(sys, "stdin", io.StringIO())
 
 
-def soak(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> tuple[int, dict[str, Any]]:
+def run_soak(seconds: float) -> int:
+    parser = argparse.ArgumentParser()
+    soaking.add_arguments(parser)
+    return soaking.run(parser.parse_args(["-b", "CPU", "--threads", "1", "--hold", "--seconds", str(seconds)]))
+
+
+def soak(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[str, Any]]:
     soaks(monkeypatch)
-    code = stress.soak(options(tmp_path, soak=0.5))
+    code = run_soak(0.5)
     lines = capsys.readouterr().out.splitlines()
     assert re.fullmatch(r"prepared in .* s: .* inputs of 4 cases made after .* s, then each run once", lines[0])
     assert lines[1] == "ready"
@@ -363,9 +397,9 @@ def soak(
 
 
 def test_a_soak_gives_the_same_bits_and_takes_no_more_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code, found = soak(tmp_path, monkeypatch, capsys)
+    code, found = soak(monkeypatch, capsys)
     assert (code, found["failures"], found["cases"]) == (0, [], 4)
     assert found["runs"] >= 16
     assert found["ballasts"]
@@ -373,7 +407,7 @@ def test_a_soak_gives_the_same_bits_and_takes_no_more_memory(
 
 
 def test_a_soak_does_not_count_its_preparation(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make = inputs.make
 
@@ -382,9 +416,9 @@ def test_a_soak_does_not_count_its_preparation(
         return make(case, seed)
 
     monkeypatch.setattr(inputs, "make", slow)
-    monkeypatch.setattr(stress, "PROGRESS", 0.4)
+    monkeypatch.setattr(soaking, "PROGRESS", 0.4)
     soaks(monkeypatch)
-    assert stress.soak(options(tmp_path, soak=0.5)) == 0
+    assert run_soak(0.5) == 0
     lines = capsys.readouterr().out.splitlines()
     assert re.fullmatch(r"preparing: inputs of [23] of 4 cases, \d s", lines[0])
     found = json.loads(next(line for line in lines if line.startswith("soak\t"))[5:])
@@ -395,11 +429,11 @@ def test_a_soak_does_not_count_its_preparation(
 def test_a_soak_that_does_not_fit_its_box_says_so_before_it_is_cut_off(check: Check) -> None:
     code, steps = check("soak", "--soak", "480", "--box", "soak=300")
     assert (code, states(steps)) == (1, {"soak": "FAILED"})
-    assert re.match("pyharness gpucheck: 480 s of soak do not fit the time box: .* s are left", steps["soak"]["text"])
+    assert re.match("pyharness soak: 480 s of soak do not fit the time box: .* s are left", steps["soak"]["text"])
 
 
 def test_a_soak_that_is_cut_off_tells_what_it_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     soaks(monkeypatch)
 
@@ -408,17 +442,17 @@ def test_a_soak_that_is_cut_off_tells_what_it_found(
             os.kill(os.getpid(), signal.SIGINT)
             time.sleep(0.05)
 
-    memory, cut = stress._Soak.memory, threading.Timer(0.5, interrupt_twice)
+    memory, cut = soaking.Soak.memory, threading.Timer(0.5, interrupt_twice)
     before = signal.getsignal(signal.SIGINT)
 
-    def first_figure(soaked: stress._Soak) -> dict[str, Any]:
+    def first_figure(soaked: soaking.Soak) -> dict[str, Any]:
         with contextlib.suppress(RuntimeError):  # it counts already
             cut.start()
         return memory(soaked)
 
-    monkeypatch.setattr(stress._Soak, "memory", first_figure)
+    monkeypatch.setattr(soaking.Soak, "memory", first_figure)
     try:
-        assert stress.soak(options(tmp_path, soak=600)) == errors.INTERRUPTED
+        assert run_soak(600) == errors.INTERRUPTED
         cut.join()
     finally:
         signal.signal(signal.SIGINT, before)
@@ -430,26 +464,24 @@ def test_a_soak_that_is_cut_off_tells_what_it_found(
 
 
 def test_a_soak_finds_other_bits_and_growing_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     held = iter(range(10**9, 10**12, 10**8))
-    monkeypatch.setattr(stress._Soak, "memory", lambda _: {"host": 1, "device": next(held), "others": 0})
+    monkeypatch.setattr(soaking.Soak, "memory", lambda _: {"host": 1, "device": next(held), "others": 0})
     wrong_once(monkeypatch, 17)
-    code, found = soak(tmp_path, monkeypatch, capsys)
+    code, found = soak(monkeypatch, capsys)
     assert code == 1
     bits, memory = found["failures"]
     assert bits.startswith("different bits in FLASH_ATTN_BACK")
     assert memory == "device memory grew by 95 MiB"
 
 
-def test_a_soak_tells_what_ends_a_stream(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_soak_tells_what_ends_a_stream(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def fail(_: ggml.Session) -> float:
         raise errors.Lost("gone")
 
     monkeypatch.setattr(ggml.Session, "compute", fail)
-    code, found = soak(tmp_path, monkeypatch, capsys)
+    code, found = soak(monkeypatch, capsys)
     assert code == 1
     assert found["failures"] == [f"{errors.LOST}: gone"] * 2
 
@@ -462,11 +494,11 @@ def no_fill(*_: Any) -> Iterator[None]:
 @pytest.mark.parametrize(
     ("fails", "scale", "want"),
     [
-        (False, 1, ("ok", "the same bits")),
-        (False, 1 + 1e-6, ("ok", "right, NMSE")),
-        (False, 2, ("failed", "wrong: dq")),
-        (True, 1, ("ok", "no memory, afterwards the same bits")),
-        (True, 2, ("failed", "no memory, afterwards wrong: dq")),
+        (False, 1, (True, "the same bits")),
+        (False, 1 + 1e-6, (True, "right, NMSE")),
+        (False, 2, (False, "wrong: dq")),
+        (True, 1, (True, "no memory, afterwards the same bits")),
+        (True, 2, (False, "no memory, afterwards wrong: dq")),
     ],
 )
 def test_a_full_device_gives_a_right_result_or_words(
@@ -475,7 +507,7 @@ def test_a_full_device_gives_a_right_result_or_words(
     monkeypatch: pytest.MonkeyPatch,
     fails: bool,
     scale: float,
-    want: tuple[str, str],
+    want: tuple[bool, str],
 ) -> None:
     compute, result, computed, read = ggml.Session.compute, ggml.Session.result, 0, 0
 
@@ -498,14 +530,14 @@ def test_a_full_device_gives_a_right_result_or_words(
 
     monkeypatch.setattr(ggml.Session, "compute", full)
     monkeypatch.setattr(ggml.Session, "result", scaled)
-    monkeypatch.setattr(stress, "fill", no_fill)
-    kind, words = stress.squeezed(library, cpu, small(sinks=1), 0, 0.5)
-    assert kind == want[0]
+    monkeypatch.setattr(squeeze, "fill", no_fill)
+    right, words = squeeze.squeezed(library, cpu, small(sinks=1), 0.5)
+    assert right == want[0]
     assert want[1] in words
 
 
 def test_ballast_leaves_the_room_that_was_asked_for(library: ggml.Library) -> None:
-    memory = {"free": 1000 * stress.MIB, "most": 300 * stress.MIB}
+    memory = {"free": 1000 * squeeze.MIB, "most": 300 * squeeze.MIB}
     blocks: dict[int, int] = {}
 
     class C:
@@ -520,9 +552,9 @@ def test_ballast_leaves_the_room_that_was_asked_for(library: ggml.Library) -> No
             memory["free"] += blocks[block]
 
     fake: Any = argparse.Namespace(c=C(), backend=None)
-    with stress.fill(fake, fake, 30 * stress.MIB, lambda: memory["free"]):
-        assert 30 * stress.MIB <= memory["free"] < 32 * stress.MIB
-    assert memory["free"] == 1000 * stress.MIB
+    with squeeze.fill(fake, fake, 30 * squeeze.MIB, lambda: memory["free"]):
+        assert 30 * squeeze.MIB <= memory["free"] < 32 * squeeze.MIB
+    assert memory["free"] == 1000 * squeeze.MIB
     del library
 
 

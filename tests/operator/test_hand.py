@@ -14,6 +14,7 @@ from pyharness.case.operands import Inputs
 
 LN2, LN3 = log(2), log(3)
 DQ = 3 / 16 * LN3
+P1 = 1 / (1 + np.exp(-1))
 H5_P = 0.6816997421945262  # sigmoid(tanh 1)
 H5_DS = H5_P * (1 - H5_P) * (1 - np.tanh(1) ** 2)
 
@@ -50,6 +51,14 @@ CASES: dict[str, tuple[Inputs, dict[str, Any]]] = {
     "H5 softcap": (
         attention(heads([[1]]), heads([[0, 1]]), heads([[0, 1]]), heads([[1]]), softcap=1.0),
         {"dq": [[H5_DS]], "dk": [[-0.216985, 0.091128]], "dv": [[1 - H5_P, H5_P]], "d": [[H5_P]]},
+    ),
+    "H5 a softcap far above the logits": (
+        attention(heads([[1]]), heads(TWO["k"]), heads(TWO["v"]), heads([[1]]), softcap=1e4),
+        {"dq": [[DQ]], "dk": [[-0.1875, 0.1875]], "dv": [[0.25, 0.75]], "lse": [[log(4)]], "d": [[0.75]]},
+    ),
+    "H5 a softcap far below a logit": (
+        attention(heads([[300]]), heads([[0, 1]]), heads([[0, 1]]), heads([[1]]), softcap=1.0),
+        {"dq": [[0]], "dk": [[-300 * P1 * (1 - P1), 0]], "dv": [[1 - P1, P1]], "d": [[P1]]},
     ),
     "H6 sink": (
         attention(heads([[1]]), heads([[0, LN2]]), heads([[0, 1]]), heads([[1]]), sinks=[0]),

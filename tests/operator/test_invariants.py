@@ -213,6 +213,18 @@ def test_keys_that_a_bias_outweighs_are_as_masked(op: Operator, keys: int) -> No
         op.near(array, want[part], what=part)
 
 
+@pytest.mark.parametrize("max_bias", [0, 8])
+def test_a_bias_that_the_keys_of_a_row_share_costs_no_bits(op: Operator, max_bias: float) -> None:
+    if not op.in_f32:
+        pytest.skip(f"{op.path}: scores of 60000 have steps of 2^-8")
+    rng = np.random.default_rng(0)
+    (q, d), (k, v) = rng.standard_normal((2, 2, 4, 70, 16)), rng.standard_normal((2, 2, 2, 130, 16))
+    mask = np.broadcast_to(rng.choice([0, 60000, -60000], (2, 4, 70, 1)), (2, 4, 70, 130))
+    sinks = [-70000, 3, 0, 59990]
+    given = attention(q, k, v, d, mask, sinks, scale=0.25)
+    op.agree(dataclasses.replace(given, max_bias=float(max_bias)))
+
+
 @pytest.mark.parametrize("first", [0.0, 2.0, -3.0, -65504.0, NINF])
 @pytest.mark.parametrize("last", [0.0, 2.0, -3.0, -65504.0, NINF])
 def test_a_bias_counts_the_same_in_every_chunk_of_keys(first: float, last: float, op: Operator) -> None:
@@ -223,3 +235,24 @@ def test_a_bias_counts_the_same_in_every_chunk_of_keys(first: float, last: float
     mask[..., 5000:] = last
     mask[..., 1, :5000:7] = 1.0
     op.agree(attention(q, k, v, d, mask, scale=0.125))
+
+
+def test_d_is_taken_from_the_output_that_is_given(op: Operator, size: str) -> None:
+    if not op.in_f32:
+        pytest.skip(f"{op.path} takes D from its own weights, which a foreign output does not know")
+    given = f32(size, hsv=24, mask="random", o=1)
+    assert given.o is not None
+    given.o = given.o * np.float32(2)
+    op.agree(given)
+
+
+@pytest.mark.parametrize("sink", [80, 88])
+def test_keys_keep_what_a_sink_leaves_them_as_far_as_f32_goes(op: Operator, size: str, sink: float) -> None:
+    if not op.in_f32:
+        pytest.skip(f"{op.path}: fp16 holds what is within 2^24 of the largest")
+    given = f32(size, nb=70, mask="random", sinks=1)
+    assert given.sinks is not None
+    given.sinks[:] = sink  # exp(-88) is below F32's normal range, and so is P of most keys
+    parts = op.agree(given)
+    for part in ("dq", "dk", "dv", "d"):
+        assert parts[part].any(), part

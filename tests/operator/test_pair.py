@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from attention import case, parameters, small
+from attention import case, last_words, parameters, small
 from graphs import Graph
 from numpy.typing import NDArray
 
@@ -670,3 +670,16 @@ def test_gradients_do_not_depend_on_who_places_the_graph_in_memory(pairs: Pairs)
             assert np.abs(a).max() > 0
             np.testing.assert_array_equal(a, b)
             np.testing.assert_array_equal(a, again)
+
+
+def test_a_node_of_another_operator_is_refused_in_words(library: ggml.Library) -> None:
+    c = library.c
+    made = PairGraph(library)
+    other = c.ggml_new_tensor_1d(made.ctx, c.GGML_TYPE_F32, 1)
+    neither = "neither FLASH_ATTN_BACK nor FLASH_ATTN_EXT"
+    assert neither in last_words(lambda: c.ggml_flash_attn_back_set_split(other, True))
+    assert neither in last_words(lambda: c.ggml_flash_attn_back_has(other, 0))
+    assert "not a FLASH_ATTN_BACK node" in last_words(lambda: c.ggml_flash_attn_back_use_saved(other))
+    handle = library.handle(library.device("CPU"))
+    assert "not a FLASH_ATTN_EXT node" in last_words(lambda: c.ggml_flash_attn_back_train_refusal(handle, other, 1))
+    c.ggml_free(made.ctx)

@@ -18,6 +18,9 @@ CASES = [
     "hsk=32,hsv=32,nh=2,nhkv=1,kv=64,nb=7,layout=bcast,mask=none",
     "hsk=32,hsv=32,nh=2,nhkv=1,kv=64,nb=0,sinks=1",
     "hsk=32,hsv=32,nh=2,nhkv=1,kv=0,nb=5",
+    "hsk=16,hsv=32,nh=4,nhkv=2,kv=20,nb=9,ns=2,mask=random,mh=2,pair=1",
+    "hsk=16,hsv=16,nh=2,nhkv=1,kv=20,nb=9,mask=bias",
+    "hsk=16,hsv=16,nh=2,nhkv=1,kv=600,nb=9,kv_first=20,kv_count=560",
 ]
 
 
@@ -33,6 +36,7 @@ def row_by_row(x: Inputs, dtype: Any = np.float64) -> dict[str, NDArray[Any]]:
         "lse": np.full((sequences, heads, rows), -np.inf, dtype),
         "d": np.zeros((sequences, heads, rows), dtype),
         "dsinks": np.zeros(heads, dtype),
+        "o": np.zeros((sequences, heads, rows, x.d.shape[3]), dtype),
     }
     power = 2 ** int(np.log2(heads))
     for s, h, i in np.ndindex(sequences, heads, rows):
@@ -59,6 +63,7 @@ def row_by_row(x: Inputs, dtype: Any = np.float64) -> dict[str, NDArray[Any]]:
         row = p @ dp if x.o is None else d @ x.o[s, i, h].astype(dtype)
         ds = p * (dp - row) * factor
         parts["lse"][s, h, i], parts["d"][s, h, i] = np.log(total), row
+        parts["o"][s, h, i] = p @ v[s, g]
         parts["dq"][s, h, i] = x.scale * ds @ k[s, g]
         parts["dk"][s, g] += x.scale * np.outer(ds, q)
         parts["dv"][s, g] += np.outer(p, d)
@@ -74,6 +79,13 @@ def test_agrees_with_the_formulas_row_by_row(text: str) -> None:
     want = row_by_row(given)
     for part, array in reference.backward(given).items():
         np.testing.assert_allclose(array, want[part], rtol=1e-11, atol=1e-13, err_msg=part)
+
+
+def test_slopes_are_a_geometric_series_over_the_power_of_two_and_half_steps_beyond() -> None:
+    want = [2 ** (-0.5 * i / 8) for i in range(1, 9)] + [2 ** (-0.5 * (i + 0.5) / 8) for i in range(4)]
+    np.testing.assert_allclose(reference.slopes(12, 0.5), want, rtol=1e-15)
+    for off in (0, -1):
+        np.testing.assert_array_equal(reference.slopes(12, off), np.ones(12))
 
 
 def test_blocks_of_any_size_give_the_same_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,6 +187,21 @@ def rounding_row_by_row(x: Inputs) -> dict[str, NDArray[np.float64]]:
     parts["dsinks"] = parts["dsinks"].sum(axis=0)
     elements = {"dq": rows * width_k, "dk": x.kv_count * width_k, "dv": x.kv_count * width_v, "dsinks": 1}
     return {part: 2.0**-48 * array + elements.get(part, rows) * 2.0**-252 for part, array in parts.items()}
+
+
+def test_rows_that_see_nothing_have_no_gradient_whatever_their_output_and_others_heads_see() -> None:
+    given = inputs.make(case("hsk=16,hsv=16,nh=2,nhkv=2,kv=9,nb=5,mask=random,mh=2,o=1"), 0)
+    assert given.mask is not None
+    assert given.o is not None
+    given.mask[0, 0, 1] = given.mask[0, 1, 3] = -np.inf
+    given.mask[0, 0, 3, 0] = given.mask[0, 1, 1, 0] = 0
+    want = row_by_row(given)
+    assert np.isneginf(want["lse"][0]).tolist() == [[i == row for i in range(5)] for row in (1, 3)]
+    for part, array in reference.backward(given).items():
+        np.testing.assert_allclose(array, want[part], rtol=1e-11, atol=1e-13, err_msg=part)
+    rounding = rounding_row_by_row(given)
+    for part, array in reference.rounding(given, want["lse"], want["d"]).items():
+        np.testing.assert_allclose(array, rounding[part], rtol=1e-9, err_msg=part)
 
 
 @pytest.mark.parametrize("text", [*CASES, f"{CASES[1]},o=1"])

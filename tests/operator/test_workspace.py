@@ -12,7 +12,7 @@ import pytest
 
 from pyharness.base import errors
 from pyharness.case.cases import Case
-from pyharness.check import stress
+from pyharness.check import shapes
 from pyharness.patch import tree
 from pyharness.perf import ptxas
 
@@ -148,7 +148,7 @@ def test_the_timed_shapes_use_the_limit_and_keep_it(plans: Callable[[Iterable[No
 def test_repeated_shapes_keep_ds_of_several_ranges_of_keys_and_share_keys(
     plans: Callable[[Iterable[Node]], list[Plan]],
 ) -> None:
-    cases = [Case.parse(text) for text in stress.REPEATED]
+    cases = [Case.parse(text) for text in shapes.REPEATED]
     nodes = [Node(c.hsk, c.hsv, c.nb, c.kv, c.nh, c.nhkv, c.ns, sinks=c.sinks, kv_count=c.kv) for c in cases]
     ranges, splits, splits_dq = zip(*(plan[-3:] for plan in plans(nodes)), strict=True)
     assert ranges == (0, 0, 0, 5, 0, 0)

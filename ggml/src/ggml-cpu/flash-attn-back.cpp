@@ -655,17 +655,15 @@ struct flash_attn_back {
                 double l         = stats.l[i];
                 double a         = stats.a[i];
                 const bool empty = l == 0.0 || sink == INFINITY; // P is 0
-                if (sink > -INFINITY && !empty) {
-                    const float m        = std::max(stats.m[i], sink);
-                    const double rescale = std::exp((double) stats.m[i] - m);
-                    l                    = l * rescale + std::exp((double) sink - m);
-                    a                    = a * rescale;
-                    stats.m[i]           = m;
-                }
-                stats.inv_l[i] = empty ? 0.0f : (float) (1.0 / l);
-                stats.D[i]     = empty ? 0.0f : (float) (o ? dot_o(x, i - x.row) : a / l);
-                lse[i]         = empty ? sink : (float) (stats.m[i] + std::log(l) + stats.bias[i]);
-                D[i]           = stats.D[i];
+                // the keys' m stays beside a sink above it: exp(s - sink) may be below exp_nonpositive's range
+                const double top  = std::max(stats.m[i], sink);
+                const double keys = std::exp(stats.m[i] - top);
+                l                 = l * keys + std::exp(sink - top);
+                a                 = a * keys;
+                stats.inv_l[i]    = empty ? 0.0f : (float) (keys / l);
+                stats.D[i]        = empty ? 0.0f : (float) (o ? dot_o(x, i - x.row) : a / l);
+                lse[i]            = empty ? sink : (float) (top + std::log(l) + stats.bias[i]);
+                D[i]              = stats.D[i];
             }
         });
     }

@@ -13,7 +13,7 @@
 static __global__ void __launch_bounds__(FATTN_BACK_HOPPER_PROBE) flash_attn_back_hopper_probe() {
 }
 
-#define FATTN_BACK_HOPPER_LEAST 7000 // measured (docs/performance-hopper.md)
+#define FATTN_BACK_HOPPER_LEAST 7000 // measured (docs/notes/2026-11-30-hopper.md)
 
 static bool fattn_back_hopper_built(const int device) {
     static int built[GGML_CUDA_MAX_DEVICES] = { 0 }; // 0: not asked yet, 1: no, 2: yes

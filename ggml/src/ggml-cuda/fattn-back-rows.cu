@@ -15,6 +15,9 @@ constexpr int fattn_back_rows_nd       = 64;                     // components i
 constexpr int fattn_back_rows_stride   = fattn_back_rows_nd + 4; // of a row in shared memory, keeps 16 byte accesses free of bank conflicts
 constexpr int fattn_back_rows_max_head = 576;
 
+// P is kept times this, so that what a sink leaves to the keys stays in F32's normal range where all of a gradient does
+constexpr float fattn_back_rows_unit = 0x1p24f;
+
 static_assert(fattn_back_rows_ny == fattn_back_rows_nd, "a tile of weights takes the place of a tile of components");
 
 enum fattn_back_rows_out {
@@ -36,6 +39,22 @@ struct fattn_back_rows_grid {
     }
 };
 
+// exp(x) within 2 ulp for x that a softmax takes, 0 below exp's normal range, NaN for NaN; as on the CPU. ggml builds with fast
+// math, where expf rounds x*log2(e) and is as inexact as x is large.
+static __device__ __forceinline__ float fattn_back_rows_exp(const float x) {
+    const float z = fmaf(x, 1.44269504f, 0x1.8p23f); // x/ln 2, rounded, in the low bits
+    const float n = z - 0x1.8p23f;
+    const float r = fmaf(-n, 0x1.7f7d1cp-20f, fmaf(-n, 0x1.62e4p-1f, x));
+    float y       = fmaf(r, 1.9875691500e-4f, 1.3981999507e-3f);
+    y             = fmaf(r, y, 8.3334519073e-3f);
+    y             = fmaf(r, y, 4.1665795894e-2f);
+    y             = fmaf(r, y, 1.6666665459e-1f);
+    y             = fmaf(r, y, 5.0000001201e-1f);
+    y             = fmaf(r, y, 1.0f);
+    y             = fmaf(r, y, 1.0f);
+    return x < -87.0f ? 0.0f : y * __uint_as_float((__float_as_uint(z) << 23) + 0x3f800000u);
+}
+
 // The softmax of a row over some of its keys: the sum l of exp(x - mx + b - mb) and the sum a of the same times dP, where x is a logit,
 // b its bias and (mx, mb) those of the largest x + b. A large bias that the row's keys share never rounds its logits.
 struct fattn_back_rows_softmax {
@@ -50,7 +69,7 @@ struct fattn_back_rows_softmax {
 
     // what the sums grow by when (mx, mb) becomes the reference
     __device__ __forceinline__ float rescale(const float mx_new, const float mb_new) const {
-        return max() == -INFINITY ? 0.0f : expf((mx - mx_new) + (mb - mb_new));
+        return max() == -INFINITY ? 0.0f : fattn_back_rows_exp((mx - mx_new) + (mb - mb_new));
     }
 
     __device__ __forceinline__ void merge(const fattn_back_rows_softmax & other) {
@@ -235,7 +254,7 @@ constexpr int fattn_back_rows_occupancy(const int nc) {
 template <fattn_back_rows_out out, int nc>
 static __global__ void __launch_bounds__(fattn_back_rows_nthreads, fattn_back_rows_occupancy(nc))
 flash_attn_back_rows(
-    const fattn_back_args args, const fattn_back_rows_grid grid, const float2 * ref, float4 * stats, float * dst, const int64_t split_stride) {
+    const fattn_back_args args, const fattn_back_rows_grid grid, const float4 * ref, float4 * stats, float * dst, const int64_t split_stride) {
     constexpr bool by_query = out == FATTN_BACK_ROWS_STATS || out == FATTN_BACK_ROWS_DQ; // else by key
     constexpr int nx        = fattn_back_rows_nx;
     constexpr int ny        = fattn_back_rows_ny;
@@ -248,7 +267,7 @@ flash_attn_back_rows(
     __shared__ int64_t y_offset[2][ny];
     __shared__ int64_t mask_offset[nq];
     __shared__ float slope[nq];
-    __shared__ float2 row_ref[nq];
+    __shared__ float4 row_ref[nq];
     __shared__ float row_D[nq];
     __shared__ int live[2][ny];
 
@@ -403,7 +422,7 @@ flash_attn_back_rows(
                 a_error[a] *= f;
 #pragma unroll
                 for (int b = 0; b < 4; ++b) {
-                    const float e = seen[b] && S[a][b] + bias[b] != -INFINITY ? expf((S[a][b] - mx) + (bias[b] - mb)) : 0.0f;
+                    const float e = seen[b] && S[a][b] + bias[b] != -INFINITY ? fattn_back_rows_exp((S[a][b] - mx) + (bias[b] - mb)) : 0.0f;
                     fattn_back_rows_add(sm.l, l_error[a], e);
                     fattn_back_rows_add(sm.a, a_error[a], seen[b] ? e * dP[a][b] : 0.0f);
                 }
@@ -411,8 +430,8 @@ flash_attn_back_rows(
 #pragma unroll
                 for (int b = 0; b < 4; ++b) {
                     const int y       = tx + 16 * b;
-                    const float2 r    = row_ref[by_query ? x : y];
-                    const float P     = expf((S[a][b] - r.x) + (bias[b] - r.y));
+                    const float4 r    = row_ref[by_query ? x : y];
+                    const float P     = fattn_back_rows_exp((S[a][b] - r.x) + (bias[b] - r.y)) * r.z;
                     const float W     = out == FATTN_BACK_ROWS_DV ? P : P * (dP[a][b] - row_D[by_query ? x : y]) * dx[b];
                     X[x * stride + y] = seen[b] ? W : 0.0f;
                 }
@@ -471,6 +490,7 @@ flash_attn_back_rows(
     } else {
         const int D       = out == FATTN_BACK_ROWS_DV ? args.Dv : args.Dk;
         const float scale = out == FATTN_BACK_ROWS_DV ? 1.0f : args.scale;
+        const auto finish = [&](const float x) { return scale * x / fattn_back_rows_unit; };
 #pragma unroll
         for (int a = 0; a < 4; ++a) {
             const int r = x0 + ty + 8 * a;
@@ -483,7 +503,7 @@ flash_attn_back_rows(
                 const int d = c * fattn_back_rows_nd + 4 * tx;
                 if (d < D) {
                     *(float4 *) (dst + split * split_stride + row * D + d) =
-                        make_float4(scale * acc[c][a].x, scale * acc[c][a].y, scale * acc[c][a].z, scale * acc[c][a].w);
+                        make_float4(finish(acc[c][a].x), finish(acc[c][a].y), finish(acc[c][a].z), finish(acc[c][a].w));
                 }
             }
         }
@@ -491,9 +511,9 @@ flash_attn_back_rows(
 }
 
 // Owns LSE, D and ref of one query row per warp. Merges the splits of its softmax and the sink; D = dO . o where o is given.
-// P = exp(x - ref.x + b - ref.y), ref.x = inf where a row sees no key or a sink of inf takes it.
+// P*unit = exp(x - ref.x + b - ref.y)*ref.z, ref.x = inf where a row sees no key or a sink of inf takes it; ref.w is the sink's P.
 static __global__ void __launch_bounds__(fattn_back_rows_nthreads, 1)
-flash_attn_back_rows_combine_stats(const fattn_back_args args, const int nsplits, const float4 * stats, float2 * ref) {
+flash_attn_back_rows_combine_stats(const fattn_back_args args, const int nsplits, const float4 * stats, float4 * ref) {
     ggml_cuda_pdl_sync();
 
     const int lane      = threadIdx.x % WARP_SIZE;
@@ -519,11 +539,15 @@ flash_attn_back_rows_combine_stats(const fattn_back_args args, const int nsplits
     const float sink     = args.sinks != nullptr ? args.sinks[h] : -INFINITY;
     const bool taken     = sink == INFINITY; // all of the row
     const bool sees_keys = sm.l != 0.0f && !taken;
-    if (args.sinks != nullptr && !taken) {
-        sm.merge({ sink, 0.0f, 1.0f, 0.0f });
-    }
 
-    float D = sees_keys ? sm.a / sm.l : 0.0f;
+    // the keys' reference stays beside a sink above it: exp(x - sink) may be below F32's range
+    const double max     = (double) sm.mx + sm.mb;
+    const double top     = fmax(max, (double) sink);
+    const double keys    = sees_keys ? exp(max - top) : 0.0;
+    const double of_sink = sink > -INFINITY && !taken ? exp(sink - top) : 0.0;
+    const double total   = sees_keys ? keys * sm.l + of_sink : 1.0;
+
+    float D = sees_keys ? (float) (keys * sm.a / total) : 0.0f;
     if (sees_keys && args.o.data != nullptr) {
         const int64_t offset_o  = args.o.offset(i, h, s);
         const int64_t offset_dO = args.dO.offset(i, h, s);
@@ -535,32 +559,27 @@ flash_attn_back_rows_combine_stats(const fattn_back_args args, const int nsplits
     }
 
     if (lane == 0) {
-        const float log_l = logf(sm.l);
-        args.LSE[row]     = taken ? INFINITY : sm.l != 0.0f ? sm.max() + log_l
-                                                            : -INFINITY;
-        args.D[row]       = D;
-        ref[row]          = make_float2(sm.l != 0.0f && !taken ? sm.mx + log_l : INFINITY, sm.mb);
+        args.LSE[row] = sees_keys ? (float) (top + log(total)) : sink;
+        args.D[row]   = D;
+        ref[row]      = make_float4(
+            sees_keys ? sm.mx : INFINITY, sm.mb, (float) (keys / total * fattn_back_rows_unit), (float) (of_sink / total));
     }
 }
 
 // Owns one gradient of a sink per block: its rows in a fixed order.
 static __global__ void __launch_bounds__(fattn_back_rows_nthreads, 1)
-flash_attn_back_rows_sinks(const fattn_back_args args, const float2 * ref) {
+flash_attn_back_rows_sinks(const fattn_back_args args, const float4 * ref) {
     __shared__ float partial[fattn_back_rows_nthreads / WARP_SIZE];
 
     ggml_cuda_pdl_sync();
 
-    const int h      = blockIdx.x;
-    const float sink = args.sinks[h];
+    const int h = blockIdx.x;
 
     float sum   = 0.0f;
     float error = 0.0f;
     for (int64_t t = threadIdx.x; t < (int64_t) args.S * args.N; t += fattn_back_rows_nthreads) {
         const int64_t row = args.row(t % args.N, h, t / args.N);
-        const float2 r    = ref[row];
-        if (args.D[row] != 0.0f) { // else LSE may be as infinite as the sink
-            fattn_back_rows_add(sum, error, -expf((sink - r.x) - r.y) * args.D[row]);
-        }
+        fattn_back_rows_add(sum, error, -ref[row].w * args.D[row]);
     }
     sum = warp_reduce_sum(sum + error);
     if (threadIdx.x % WARP_SIZE == 0) {
@@ -615,7 +634,7 @@ static fattn_back_rows_grid fattn_back_rows_get_grid(
 
 template <fattn_back_rows_out out>
 static void fattn_back_rows_launch(
-    const fattn_back_args & args, const fattn_back_rows_grid & grid, const float2 * ref, float4 * stats, float * dst,
+    const fattn_back_args & args, const fattn_back_rows_grid & grid, const float4 * ref, float4 * stats, float * dst,
     const int64_t split_stride, cudaStream_t stream) {
     const ggml_cuda_kernel_launch_params params(
         dim3(grid.nblocks((int64_t) args.S * args.Hkv), 1, 1), dim3(fattn_back_rows_nthreads, 1, 1), 0, stream);
@@ -647,7 +666,7 @@ struct fattn_back_rows_pass {
 struct fattn_back_rows_plan {
     fattn_back_args args;
     fattn_back_rows_pass pass[FATTN_BACK_ROWS_DV + 1];
-    size_t ref_bytes; // every row's LSE in two parts comes first in the workspace
+    size_t ref_bytes; // what combine_stats keeps of every row comes first in the workspace
 };
 
 static fattn_back_rows_pass fattn_back_rows_get_pass(
@@ -670,7 +689,7 @@ static fattn_back_rows_pass fattn_back_rows_get_pass(
 
 // one gradient, by the rows that own it
 template <fattn_back_rows_out out>
-static void fattn_back_rows_gradient(const fattn_back_rows_plan & plan, const float2 * ref, float * partial, cudaStream_t stream) {
+static void fattn_back_rows_gradient(const fattn_back_rows_plan & plan, const float4 * ref, float * partial, cudaStream_t stream) {
     const fattn_back_rows_pass & pass = plan.pass[out];
     if (pass.dst == nullptr) {
         return;
@@ -715,7 +734,7 @@ const char * ggml_cuda_flash_attn_back_rows_refusal(const int device, const ggml
 static void fattn_back_rows_run(const fattn_back_rows_plan & plan, char * workspace, cudaStream_t stream) {
     const fattn_back_args & args = plan.args;
     const int64_t nrows          = (int64_t) args.S * args.H * args.N;
-    float2 * ref                 = (float2 *) workspace;
+    float4 * ref                 = (float4 *) workspace;
     float * partial              = (float *) (workspace + plan.ref_bytes);
 
     // nothing to do without queries, but K and V still get their zeros
@@ -736,7 +755,7 @@ static void fattn_back_rows_run(const fattn_back_rows_plan & plan, char * worksp
     if (args.dSinks != nullptr) {
         ggml_cuda_kernel_launch(flash_attn_back_rows_sinks,
             ggml_cuda_kernel_launch_params(dim3(args.H, 1, 1), dim3(fattn_back_rows_nthreads, 1, 1), 0, stream),
-            args, (const float2 *) ref);
+            args, (const float4 *) ref);
     }
 }
 
@@ -752,7 +771,7 @@ fattn_back_plan ggml_cuda_flash_attn_back_rows_plan(const int device, const ggml
         args,
         { pass(FATTN_BACK_ROWS_STATS, args.LSE), pass(FATTN_BACK_ROWS_DQ, args.dQ), pass(FATTN_BACK_ROWS_DK, args.dK),
             pass(FATTN_BACK_ROWS_DV, args.dV) },
-        GGML_PAD((size_t) args.S * args.H * args.N * sizeof(float2), 256),
+        GGML_PAD((size_t) args.S * args.H * args.N * sizeof(float4), 256),
     };
     size_t partial = 0;
     for (const fattn_back_rows_pass & p : plan.pass) {
