@@ -28,6 +28,64 @@ struct test_get_rows_back_often : public test_get_rows_back {
     }
 };
 
+// labels of the classes of rows, of which some do not count: percent of them, or all
+struct test_cross_entropy_loss_ids : public test_case {
+    const std::array<int64_t, 4> ne;
+    const int ignored;
+    const bool back;
+
+    std::string vars() override {
+        return VARS_TO_STR2(ne, ignored) + ",labels=i32";
+    }
+
+    test_cross_entropy_loss_ids(std::array<int64_t, 4> ne, int ignored, bool back) :
+        ne(ne),
+        ignored(ignored),
+        back(back) {}
+
+    ggml_tensor * build_graph(ggml_context * ctx) override {
+        ggml_tensor * logits = ggml_new_tensor(ctx, GGML_TYPE_F32, 4, ne.data());
+        ggml_tensor * labels = ggml_new_tensor_1d(ctx, GGML_TYPE_I32, ggml_nrows(logits));
+        ggml_set_name(logits, "logits");
+        ggml_set_name(labels, "labels");
+        ggml_tensor * out = nullptr;
+        if (back) {
+            ggml_tensor * grad = ggml_new_tensor_1d(ctx, GGML_TYPE_F32, 1);
+            ggml_set_name(grad, "grad");
+            out = ggml_cross_entropy_loss_back(ctx, grad, logits, labels);
+        } else {
+            ggml_set_param(logits);
+            out = ggml_cross_entropy_loss(ctx, logits, labels);
+        }
+        ggml_set_name(out, "out");
+        return out;
+    }
+
+    void initialize_tensors(ggml_context * ctx) override {
+        std::mt19937 rng(ne[0] + ignored);
+        for (ggml_tensor * t = ggml_get_first_tensor(ctx); t != nullptr; t = ggml_get_next_tensor(ctx, t)) {
+            if (t->type != GGML_TYPE_I32) {
+                const float range = back ? 10.0f : 100.0f; // as upstream's cases, for finite differences
+                init_tensor_uniform(t, -range, range);
+                continue;
+            }
+            std::vector<int32_t> labels(ggml_nelements(t));
+            for (int32_t & label : labels) {
+                label = (int) (rng() % 100) < ignored ? -1 : rng() % ne[0];
+            }
+            ggml_backend_tensor_set(t, labels.data(), 0, labels.size() * sizeof(int32_t));
+        }
+    }
+
+    float grad_eps() override {
+        return 1.0f;
+    }
+
+    bool grad_precise() override {
+        return true;
+    }
+};
+
 static void add_train_cases(std::vector<std::unique_ptr<test_case>> & test_cases) {
     for (const int64_t ne0 : { 1, 3, 33, 576, 2049 }) {
         for (const int nr1 : { 1, 5, 255, 4096 }) {
@@ -46,6 +104,20 @@ static void add_train_cases(std::vector<std::unique_ptr<test_case>> & test_cases
         test_cases.emplace_back(new test_get_rows_back_often(64, 32000, 3000, often));
         test_cases.emplace_back(new test_get_rows_back_often(257, 3, 1025, often));
     }
+
+    for (const bool back : { false, true }) {
+        for (const int ignored : { 0, 50, 100 }) {
+            test_cases.emplace_back(new test_cross_entropy_loss_ids({ 10, 5, 4, 3 }, ignored, back));
+            test_cases.emplace_back(new test_cross_entropy_loss_ids({ 1024, 33, 1, 1 }, ignored, back));
+            test_cases.emplace_back(new test_cross_entropy_loss_ids({ 1025, 7, 3, 1 }, ignored, back));
+            test_cases.emplace_back(new test_cross_entropy_loss_ids({ 32000, 65, 1, 1 }, ignored, back));
+            test_cases.emplace_back(new test_cross_entropy_loss_ids({ 151937, 9, 1, 1 }, ignored, back));
+        }
+    }
+    for (const int64_t nclasses : { 1, 33, 1024, 1025, 8192, 8193, 32000, 151936 }) {
+        test_cases.emplace_back(new test_cross_entropy_loss(GGML_TYPE_F32, { nclasses, 17, 1, 1 }));
+        test_cases.emplace_back(new test_cross_entropy_loss_back(GGML_TYPE_F32, { nclasses, 17, 1, 1 }));
+    }
 }
 
 static void add_train_perf_cases(std::vector<std::unique_ptr<test_case>> & test_cases) {
@@ -53,5 +125,8 @@ static void add_train_perf_cases(std::vector<std::unique_ptr<test_case>> & test_
         test_cases.emplace_back(new test_repeat_back(GGML_TYPE_F32, { 576, 1, 1, 1 }, { 1, tokens, 1, 1 }));
         test_cases.emplace_back(new test_get_rows_back_often(576, tokens, tokens, 0));
         test_cases.emplace_back(new test_get_rows_back_often(576, 32000, tokens, 10));
+        for (const bool back : { false, true }) {
+            test_cases.emplace_back(new test_cross_entropy_loss_ids({ 32000, tokens, 1, 1 }, 0, back));
+        }
     }
 }

@@ -335,6 +335,7 @@ KINDS: dict[str, tuple[tuple[str, ...], Callable[[tree_sitter.Node], str], bool]
     "function": (("function_definition", "function_def"), _function, True),
     "declaration": (("declaration",), _declared, True),
     "struct": (("struct_specifier",), _field("name"), True),
+    "enumerator": (("enumerator",), _field("name"), True),
     "include": (("preproc_include",), lambda node: _normal(node.child_by_field_name("path")).strip('"<>'), True),
     "switch": (("switch_statement",), _condition, True),
     "if": (("if_statement",), _condition, True),
@@ -405,7 +406,7 @@ def insert(data: bytes, wanted: list[Edit]) -> bytes:
                 )
             first = last = brace.start_point.row
             before, after = b"", lines[first][brace.end_point.column :]
-        if not (re.fullmatch(rb"\s*(\w+\s+)*", before) and re.fullmatch(rb"\s*;?\s*(//.*|/\*.*\*/|#.*)?\s*", after)):
+        if not (re.fullmatch(rb"\s*(\w+\s+)*", before) and re.fullmatch(rb"\s*[;,]?\s*(//.*|/\*.*\*/|#.*)?\s*", after)):
             raise TreeError(
                 f"edit {edit.name!r}: anchor {edit.anchor[-1]!r} shares its lines in {edit.file}; break the line there"
             )

@@ -105,11 +105,20 @@ def test_gradients_of_every_parameter_agree(trainer: Trainer, name: str) -> None
     assert max(found.values()) < LIMITS["cpu"].gradient, found
 
 
-@pytest.mark.parametrize(("name", "part"), [("gemma2", "ffn_gate"), ("gemma2", "attn_k"), ("sinks", "attn_sinks")])
-def test_gradients_are_slopes_of_the_loss(trainer: Trainer, name: str, part: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "part", "prompt"),
+    [
+        ("gemma2", "ffn_gate", 0),
+        ("gemma2", "attn_k", 0),
+        ("sinks", "attn_sinks", 0),
+        ("tiny", "attn_q", 100),
+        ("tiny", "output", 250),
+    ],
+)
+def test_gradients_are_slopes_of_the_loss(trainer: Trainer, name: str, part: str, prompt: int) -> None:
     """Along its own gradient the loss has the gradient's length as its slope: checks GEGLU, TANH and sinks as well."""
     model = trainer.model(name, **NARROW)
-    gradients = {n: g for n, g in trainer.gradients(model, fa="on").items() if part in n}
+    gradients = {n: g for n, g in trainer.gradients(model, fa="on", prompt=prompt).items() if part in n}
     length = np.sqrt(sum(np.sum(np.square(g, dtype=np.float64)) for g in gradients.values()))
     step = 2e-4 / length  # far above the rounding of a loss of 8
     losses = []
@@ -119,8 +128,21 @@ def test_gradients_are_slopes_of_the_loss(trainer: Trainer, name: str, part: str
         for tensor in gguf.GGUFReader(moved, "r+").tensors:
             if tensor.name in gradients:
                 tensor.data[:] += np.float32(sign * step / length) * gradients[tensor.name].reshape(tensor.data.shape)
-        losses += trainer.run(moved, steps=1, fa="on").losses
+        losses += trainer.run(moved, steps=1, fa="on", prompt=prompt).losses
     assert (losses[0] - losses[1]) / (2 * step) == pytest.approx(length, rel=1e-2)
+
+
+def test_a_window_without_labels_has_no_loss_and_no_gradient(trainer: Trainer) -> None:
+    model = trainer.model("tiny")
+    assert trainer.run(model, steps=2, fa="on", prompt=256).losses == [0, 0]
+    assert not any(g.any() for g in trainer.gradients(model, fa="on", prompt=256).values())
+
+
+def test_a_label_that_is_no_token_is_refused_before_the_first_step(trainer: Trainer) -> None:
+    run = trainer.attempt(trainer.model("tiny"), steps=2, label=f"7:{WORDS}")
+    assert f"label {WORDS} of token 7 of datapoint 0 is neither -1 nor one of {WORDS} tokens" in run.messages
+    assert run.exit_code
+    assert not run.losses
 
 
 def test_learning_rate_rises_in_the_first_steps(trainer: Trainer) -> None:
