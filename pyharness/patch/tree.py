@@ -321,6 +321,13 @@ def _declared(node: tree_sitter.Node) -> str:
     )
 
 
+def _variable(node: tree_sitter.Node | None) -> str:
+    """Name of the first variable that a declarator declares, "" for a function's."""
+    if node is None or node.type == "function_declarator":
+        return ""
+    return _normal(node) if node.type == "identifier" else _variable(node.child_by_field_name("declarator"))
+
+
 def _condition(node: tree_sitter.Node) -> str:
     return _normal(node.child_by_field_name("condition")).removeprefix("(").removesuffix(")")
 
@@ -334,7 +341,12 @@ def _function(node: tree_sitter.Node) -> str:
 KINDS: dict[str, tuple[tuple[str, ...], Callable[[tree_sitter.Node], str], bool]] = {
     "function": (("function_definition", "function_def"), _function, True),
     "declaration": (("declaration",), _declared, True),
-    "struct": (("struct_specifier",), _field("name"), True),
+    "variable": (("declaration",), lambda node: _variable(node.child_by_field_name("declarator")), True),
+    "struct": (
+        ("struct_specifier",),
+        lambda node: _field("name")(node) if node.child_by_field_name("body") else "",
+        True,
+    ),
     "enumerator": (("enumerator",), _field("name"), True),
     "include": (("preproc_include",), lambda node: _normal(node.child_by_field_name("path")).strip('"<>'), True),
     "switch": (("switch_statement",), _condition, True),

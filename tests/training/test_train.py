@@ -225,6 +225,48 @@ def test_flash_attention_goes_off_with_the_devices_reason(trainer: Trainer, monk
     assert "disabling flash attention: layer 0 on CPU: no gradients on Sundays" in run.messages
 
 
+COUNT = r"""
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <stdio.h>
+#include "ggml-opt.h"
+
+void ggml_opt_prepare_alloc(ggml_opt_context_t opt_ctx, struct ggml_context * ctx, struct ggml_cgraph * gf,
+        struct ggml_tensor * inputs, struct ggml_tensor * outputs) {
+    void (*real)(ggml_opt_context_t, struct ggml_context *, struct ggml_cgraph *, struct ggml_tensor *,
+        struct ggml_tensor *) = dlsym(RTLD_NEXT, "ggml_opt_prepare_alloc");
+    fputs("a new graph\n", stderr);
+    real(opt_ctx, ctx, gf, inputs, outputs);
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "graphs"),
+    [
+        pytest.param({"ctx": 256}, 1, id="kept"),
+        pytest.param({"ctx": 512, "seqs": 2}, 1, id="kept-of-two-sequences"),
+        pytest.param({"ctx": 512, "ubatch": 256}, 8, id="accumulated"),
+    ],
+)
+@pytest.mark.parametrize("fa", ["on", "off"])
+def test_a_graph_serves_every_step_with_the_same_losses(
+    trainer: Trainer, monkeypatch: pytest.MonkeyPatch, options: Options, graphs: int, fa: str
+) -> None:
+    model, options = trainer.model("tiny"), {"fa": fa, "steps": 4, **options}
+    monkeypatch.setenv("LLAMA_GRAPH_REUSE_DISABLE", "1")
+    anew = trainer.run(model, **options)
+    monkeypatch.delenv("LLAMA_GRAPH_REUSE_DISABLE")
+    source, shim = trainer.folder / "count.c", trainer.folder / "count.so"
+    source.write_text(COUNT)
+    include = ggml.find_headers(trainer.program.parent)
+    subprocess.run(["cc", "-shared", "-fPIC", "-w", f"-I{include}", source, "-o", shim], check=True)
+    monkeypatch.setenv("LD_PRELOAD", str(shim))
+    kept = trainer.run(model, **options)
+    assert kept.messages.count("a new graph") == graphs
+    assert kept.losses == anew.losses
+
+
 @pytest.mark.parametrize("layer", [0, 1])
 def test_captures_of_a_training_pass_the_oracle(
     trainer: Trainer, cpu: ggml.Device, library: ggml.Library, layer: int
