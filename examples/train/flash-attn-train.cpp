@@ -479,7 +479,16 @@ int main(int argc, char ** argv) {
     model_params.devices            = devices.data();
     model_params.n_gpu_layers       = opt.ngl;
     model_params.load_mode          = LLAMA_LOAD_MODE_NONE; // writable weights
-    llama_model * model             = llama_model_load_from_file(opt.model.c_str(), model_params);
+
+    // llama.cpp looks tokens up on the CPU, and the device would wait for their embeddings in every step
+    const std::vector<llama_model_tensor_buft_override> overrides = {
+        { "^token_embd\\.weight$", devices[0] ? ggml_backend_dev_buffer_type(devices[0]) : nullptr },
+        { nullptr, nullptr },
+    };
+    if (devices[0] && opt.ngl != 0) {
+        model_params.tensor_buft_overrides = overrides.data();
+    }
+    llama_model * model = llama_model_load_from_file(opt.model.c_str(), model_params);
     if (!model) {
         fail("cannot load " + opt.model);
     }
