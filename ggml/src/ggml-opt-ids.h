@@ -2,29 +2,90 @@
 // datapoint, or -1 for one that does not count. A batch's loss is the mean over those that count, the loss of a result the mean over those of all
 // its batches, and accuracy is a share of them.
 
-static void ggml_opt_ids_build_loss(ggml_opt_context_t opt_ctx, ggml_context * ctx_results) {
-    opt_ctx->labels = ggml_new_tensor_2d(ctx_results, GGML_TYPE_I32, 1, ggml_nrows(opt_ctx->outputs));
-    ggml_set_input(opt_ctx->labels);
-    ggml_set_name(opt_ctx->labels, "labels");
-    opt_ctx->loss = ggml_cross_entropy_loss(ctx_results, opt_ctx->outputs, opt_ctx->labels);
-    ggml_set_name(opt_ctx->loss, "loss_cross_entropy");
-    if (opt_ctx->opt_period > 1) {
-        opt_ctx->loss = ggml_scale(ctx_results, opt_ctx->loss, 1.0f / opt_ctx->opt_period);
-        ggml_set_name(opt_ctx->loss, "loss_cross_entropy_scaled");
-    }
-    opt_ctx->loss_per_datapoint = true;
+// Bytes of logits that are there at a time, 0: all. Beyond that the output layer and the loss go through the batch in chunks, if the layer is the
+// last product of a graph that is not static. Its backward forms a chunk's logits again, so that a batch never has them whole.
+static size_t ggml_opt_ids_chunk_size() {
+    const char * mib = getenv("GGML_OPT_LOGITS_MIB");
+    return (mib ? strtoull(mib, nullptr, 10) : 512) * 1024 * 1024;
 }
 
-static void ggml_opt_ids_build_results(ggml_opt_context_t opt_ctx, ggml_context * ctx_results) {
-    opt_ctx->pred = ggml_argmax(ctx_results, opt_ctx->outputs);
-    ggml_set_name(opt_ctx->pred, "pred");
-    ggml_set_output(opt_ctx->pred);
-    ggml_build_forward_expand(opt_ctx->gf, opt_ctx->pred);
+// rows of a chunk
+static int64_t ggml_opt_ids_chunk_rows(ggml_opt_context_t opt_ctx) {
+    const ggml_tensor * outputs = opt_ctx->outputs;
+    const ggml_cgraph * gf      = opt_ctx->gf;
+    const size_t limit          = ggml_opt_ids_chunk_size();
+    if (limit == 0 || ggml_nbytes(outputs) <= limit || opt_ctx->static_graphs || outputs->op != GGML_OP_MUL_MAT || !ggml_is_matrix(outputs) ||
+        !ggml_is_contiguous(outputs->src[1]) || gf->n_nodes == 0 || gf->nodes[gf->n_nodes - 1] != outputs) {
+        return ggml_nrows(outputs);
+    }
+    const int64_t rows = limit / outputs->nb[1];
+    return rows >= 64 ? rows / 64 * 64 : std::max<int64_t>(rows, 1);
+}
 
-    opt_ctx->ncorrect = ggml_count_equal(ctx_results, opt_ctx->pred, ggml_reshape_1d(ctx_results, opt_ctx->labels, ggml_nelements(opt_ctx->labels)));
-    ggml_set_name(opt_ctx->ncorrect, "ncorrect");
-    ggml_set_output(opt_ctx->ncorrect);
-    ggml_build_forward_expand(opt_ctx->gf, opt_ctx->ncorrect);
+static void ggml_opt_ids_build(ggml_opt_context_t opt_ctx, ggml_context * ctx_results) {
+    ggml_tensor * outputs = opt_ctx->outputs;
+    const int64_t nrows   = ggml_nrows(outputs);
+    const int64_t chunk   = ggml_opt_ids_chunk_rows(opt_ctx);
+
+    opt_ctx->labels = ggml_new_tensor_2d(ctx_results, GGML_TYPE_I32, 1, nrows);
+    ggml_set_input(opt_ctx->labels);
+    ggml_set_name(opt_ctx->labels, "labels");
+    opt_ctx->loss_per_datapoint = true;
+    opt_ctx->chunks.clear();
+
+    ggml_tensor * loss = nullptr;
+    if (chunk < nrows) {
+        opt_ctx->gf->n_nodes--; // the whole outputs
+    }
+    for (int64_t first = 0; first < nrows; first += chunk) {
+        const int64_t n      = std::min(chunk, nrows - first);
+        ggml_tensor * logits = outputs;
+        ggml_tensor * labels = ggml_view_1d(ctx_results, opt_ctx->labels, n, first * sizeof(int32_t));
+        if (chunk < nrows) {
+            ggml_tensor * h = outputs->src[1];
+            logits          = ggml_mul_mat(ctx_results, outputs->src[0], ggml_view_2d(ctx_results, h, h->ne[0], n, h->nb[1], first * h->nb[1]));
+            memcpy(logits->op_params, outputs->op_params, sizeof(logits->op_params));
+            ggml_format_name(logits, "logits-%" PRId64, first);
+        }
+        ggml_tensor * part = ggml_cross_entropy_loss(ctx_results, logits, labels);
+        if (chunk < nrows) {
+            part->src[2] = opt_ctx->labels; // of which the mean is
+        }
+        loss = loss ? ggml_add(ctx_results, loss, part) : part;
+        ggml_build_forward_expand(opt_ctx->gf, loss);
+
+        ggml_tensor * pred = ggml_argmax(ctx_results, logits);
+        ggml_set_name(pred, "pred");
+        ggml_set_output(pred);
+        ggml_build_forward_expand(opt_ctx->gf, pred);
+
+        ggml_tensor * ncorrect = ggml_count_equal(ctx_results, pred, labels);
+        ggml_set_name(ncorrect, "ncorrect");
+        ggml_set_output(ncorrect);
+        ggml_build_forward_expand(opt_ctx->gf, ncorrect);
+        opt_ctx->chunks.push_back({ pred, ncorrect });
+    }
+    ggml_set_name(loss, "loss_cross_entropy");
+    if (opt_ctx->opt_period > 1) {
+        loss = ggml_scale(ctx_results, loss, 1.0f / opt_ctx->opt_period);
+        ggml_set_name(loss, "loss_cross_entropy_scaled");
+    }
+    opt_ctx->loss     = loss;
+    opt_ctx->pred     = opt_ctx->chunks.size() == 1 ? opt_ctx->chunks[0].first : nullptr;
+    opt_ctx->ncorrect = opt_ctx->chunks.size() == 1 ? opt_ctx->chunks[0].second : nullptr;
+}
+
+// predictions and hits of a batch
+static void ggml_opt_ids_results(ggml_opt_context_t opt_ctx, ggml_opt_result_t result, int64_t ncounted) {
+    result->counted.push_back(ncounted);
+    for (const auto & [pred, ncorrect] : opt_ctx->chunks) {
+        const size_t n = result->pred.size();
+        result->pred.resize(n + ggml_nelements(pred));
+        ggml_backend_tensor_get(pred, result->pred.data() + n, 0, ggml_nbytes(pred));
+        int64_t hits;
+        ggml_backend_tensor_get(ncorrect, &hits, 0, sizeof(hits));
+        result->ncorrect += hits;
+    }
 }
 
 // datapoints of the batch that count, -1 for other losses; refuses the batch if a label is no class

@@ -28,24 +28,27 @@ struct test_get_rows_back_often : public test_get_rows_back {
     }
 };
 
-// labels of the classes of rows, of which some do not count: percent of them, or all
+// labels of the classes of rows, of which some do not count: percent of them, or all; rows may be a chunk of a batch of more
 struct test_cross_entropy_loss_ids : public test_case {
     const std::array<int64_t, 4> ne;
     const int ignored;
     const bool back;
+    const int64_t others; // rows of the batch that are not these
 
     std::string vars() override {
-        return VARS_TO_STR2(ne, ignored) + ",labels=i32";
+        return VARS_TO_STR3(ne, ignored, others) + ",labels=i32";
     }
 
-    test_cross_entropy_loss_ids(std::array<int64_t, 4> ne, int ignored, bool back) :
+    test_cross_entropy_loss_ids(std::array<int64_t, 4> ne, int ignored, bool back, int64_t others = 0) :
         ne(ne),
         ignored(ignored),
-        back(back) {}
+        back(back),
+        others(others) {}
 
     ggml_tensor * build_graph(ggml_context * ctx) override {
         ggml_tensor * logits = ggml_new_tensor(ctx, GGML_TYPE_F32, 4, ne.data());
-        ggml_tensor * labels = ggml_new_tensor_1d(ctx, GGML_TYPE_I32, ggml_nrows(logits));
+        ggml_tensor * batch  = ggml_new_tensor_1d(ctx, GGML_TYPE_I32, ggml_nrows(logits) + others);
+        ggml_tensor * labels = others ? ggml_view_1d(ctx, batch, ggml_nrows(logits), others / 2 * sizeof(int32_t)) : batch;
         ggml_set_name(logits, "logits");
         ggml_set_name(labels, "labels");
         ggml_tensor * out = nullptr;
@@ -57,6 +60,9 @@ struct test_cross_entropy_loss_ids : public test_case {
             ggml_set_param(logits);
             out = ggml_cross_entropy_loss(ctx, logits, labels);
         }
+        if (others) {
+            out->src[back ? 3 : 2] = batch;
+        }
         ggml_set_name(out, "out");
         return out;
     }
@@ -67,6 +73,9 @@ struct test_cross_entropy_loss_ids : public test_case {
             if (t->type != GGML_TYPE_I32) {
                 const float range = back ? 10.0f : 100.0f; // as upstream's cases, for finite differences
                 init_tensor_uniform(t, -range, range);
+                continue;
+            }
+            if (ggml_is_view_op(t->op)) {
                 continue;
             }
             std::vector<int32_t> labels(ggml_nelements(t));
@@ -112,6 +121,8 @@ static void add_train_cases(std::vector<std::unique_ptr<test_case>> & test_cases
             test_cases.emplace_back(new test_cross_entropy_loss_ids({ 1025, 7, 3, 1 }, ignored, back));
             test_cases.emplace_back(new test_cross_entropy_loss_ids({ 32000, 65, 1, 1 }, ignored, back));
             test_cases.emplace_back(new test_cross_entropy_loss_ids({ 151937, 9, 1, 1 }, ignored, back));
+            test_cases.emplace_back(new test_cross_entropy_loss_ids({ 33, 40, 1, 1 }, ignored, back, 3000));
+            test_cases.emplace_back(new test_cross_entropy_loss_ids({ 8200, 5, 1, 1 }, ignored, back, 70));
         }
     }
     for (const int64_t nclasses : { 1, 33, 1024, 1025, 8192, 8193, 32000, 151936 }) {

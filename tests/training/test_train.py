@@ -145,6 +145,22 @@ def test_a_label_that_is_no_token_is_refused_before_the_first_step(trainer: Trai
     assert not run.losses
 
 
+@pytest.mark.parametrize("fa", ["on", "off"])
+def test_logits_in_chunks_give_the_same_losses_and_gradients(
+    trainer: Trainer, monkeypatch: pytest.MonkeyPatch, fa: str
+) -> None:
+    """512 rows of 2048 words are 4 MiB: four chunks, the first of which has no label."""
+    model, options = trainer.model("tiny"), {"fa": fa, "ctx": 512, "prompt": 130}
+    whole, gradients = trainer.run(model, steps=4, **options), trainer.gradients(model, **options)
+    monkeypatch.setenv("GGML_OPT_LOGITS_MIB", "1")
+    chunks, found = trainer.run(model, steps=4, nodes=True, **options), trainer.gradients(model, **options)
+    (losses,) = (e["nodes"] for e in chunks.all("ops") if e["op"] == "CROSS_ENTROPY_LOSS")
+    assert losses == 4
+    np.testing.assert_allclose(chunks.losses, whole.losses, rtol=1e-6)
+    assert max(train.nmse(found[name], gradients[name]) for name in gradients) < 1e-10
+    assert trainer.run(model, steps=4, **options).losses == chunks.losses
+
+
 def test_learning_rate_rises_in_the_first_steps(trainer: Trainer) -> None:
     model, fixed = trainer.model("tiny"), {"fa": "on", "tokens": 257}
     rising = trainer.run(model, steps=4, lr=2e-3, warmup=2, **fixed).losses

@@ -1,4 +1,5 @@
-// The loss is the mean over the rows that count, 0 if there are none. Rows are shared among the threads, and their losses are added up by one
+// The loss is the mean over the rows that count, 0 if there are none; of a chunk of a batch, the chunk's part of the mean over the labels of the
+// batch. Rows are shared among the threads, and their losses are added up by one
 // thread in their order, so that the bits do not depend on the number of threads.
 
 #include "cross-entropy-ids.h"
@@ -15,26 +16,30 @@ namespace {
 struct operands {
     const ggml_tensor * logits;
     const int32_t * labels;
+    const ggml_tensor * batch; // labels of the whole batch
 
     int64_t nclasses;
     int64_t nrows;
     int64_t first; // rows of this thread
     int64_t last;
 
-    operands(const ggml_compute_params * params, const ggml_tensor * logits, const ggml_tensor * labels) :
+    operands(const ggml_compute_params * params, const ggml_tensor * logits, const ggml_tensor * labels, const ggml_tensor * batch) :
         logits(logits),
         labels((const int32_t *) labels->data),
+        batch(batch ? batch : labels),
         nclasses(logits->ne[0]),
         nrows(ggml_nrows(logits)) {
         GGML_ASSERT(logits->type == GGML_TYPE_F32 && ggml_is_contiguous(logits));
         GGML_ASSERT(labels->type == GGML_TYPE_I32 && ggml_is_contiguous(labels) && ggml_nelements(labels) == nrows);
+        GGML_ASSERT(this->batch->type == GGML_TYPE_I32 && ggml_is_contiguous(this->batch));
         const int64_t share = (nrows + params->nth - 1) / params->nth;
         first               = std::min(share * params->ith, nrows);
         last                = std::min(first + share, nrows);
     }
 
     int64_t counted() const {
-        return nrows - std::count(labels, labels + nrows, -1);
+        const int32_t * first = (const int32_t *) batch->data;
+        return ggml_nelements(batch) - std::count(first, first + ggml_nelements(batch), -1);
     }
 
     // class of a row, -1 if it does not count
@@ -61,7 +66,7 @@ size_t ggml_cpu_cross_entropy_loss_ids_work_size(const ggml_tensor * dst, int n_
 }
 
 void ggml_compute_forward_cross_entropy_loss_ids(const ggml_compute_params * params, ggml_tensor * dst) {
-    const operands op(params, dst->src[0], dst->src[1]);
+    const operands op(params, dst->src[0], dst->src[1], dst->src[2]);
 
     GGML_ASSERT(dst->type == GGML_TYPE_F32 && ggml_is_scalar(dst));
     GGML_ASSERT(params->wsize >= ggml_cpu_cross_entropy_loss_ids_work_size(dst, params->nth));
@@ -90,7 +95,7 @@ void ggml_compute_forward_cross_entropy_loss_ids(const ggml_compute_params * par
 }
 
 void ggml_compute_forward_cross_entropy_loss_back_ids(const ggml_compute_params * params, ggml_tensor * dst) {
-    const operands op(params, dst->src[1], dst->src[2]);
+    const operands op(params, dst->src[1], dst->src[2], dst->src[3]);
 
     GGML_ASSERT(dst->type == GGML_TYPE_F32 && ggml_is_contiguous(dst) && ggml_are_same_shape(dst, dst->src[1]));
     GGML_ASSERT(dst->src[0]->type == GGML_TYPE_F32 && ggml_is_scalar(dst->src[0]));

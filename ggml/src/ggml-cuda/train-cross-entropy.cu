@@ -7,7 +7,8 @@
 // one uses them.
 //
 // Labels are F32 of the shape of the logits, or I32, one a row: the class, or -1 for a row that does not count. The loss is the mean over the
-// rows that count, 0 if there are none. A class that there is not makes loss and gradient NaN, whoever trains has refused it before.
+// rows that count, 0 if there are none; of a chunk of a batch, the chunk's part of the mean over the labels of the batch. A class that there is not
+// makes loss and gradient NaN, whoever trains has refused it before.
 
 #define TRAIN_CROSS_ENTROPY_THREADS 256  // of blocks that have several rows
 #define TRAIN_CROSS_ENTROPY_REDUCE  1024 // of the block that adds up the rows
@@ -22,6 +23,9 @@ struct train_cross_entropy_args {
 
     int64_t nclasses;
     int64_t nrows;
+
+    const int32_t * counted; // [ncounted] labels that the mean is over, NULL: all count
+    int64_t ncounted;
 };
 
 // sum or maximum over the width threads of a row, the same for all of them; shared holds a value of each warp
@@ -163,18 +167,23 @@ train_cross_entropy_back(const train_cross_entropy_args a) {
     }
 }
 
-// One block: the mean of the rows' losses over those that count, and one over their number, whichever is asked for.
-static __global__ void __launch_bounds__(TRAIN_CROSS_ENTROPY_REDUCE) train_cross_entropy_mean(
-    const float * __restrict__ losses, const int32_t * __restrict__ ids, float * __restrict__ mean, float * __restrict__ weight, const int64_t nrows) {
+// One block: the sum of nrows losses over the number of nids labels that count, and one over that number, whichever is asked for.
+static __global__ void __launch_bounds__(TRAIN_CROSS_ENTROPY_REDUCE) train_cross_entropy_mean(const float * __restrict__ losses, const int64_t nrows,
+    const int32_t * __restrict__ ids, const int64_t nids, float * __restrict__ mean, float * __restrict__ weight) {
     __shared__ float sums[TRAIN_CROSS_ENTROPY_REDUCE];
     __shared__ int counts[TRAIN_CROSS_ENTROPY_REDUCE];
 
     float sum = 0.0f;
     int count = 0;
+    if (losses) {
 #pragma unroll 4
-    for (int64_t row = threadIdx.x; row < nrows; row += TRAIN_CROSS_ENTROPY_REDUCE) {
-        sum += losses ? losses[row] : 0.0f;
-        count += ids ? ids[row] != -1 : 1;
+        for (int64_t row = threadIdx.x; row < nrows; row += TRAIN_CROSS_ENTROPY_REDUCE) {
+            sum += losses[row];
+        }
+    }
+#pragma unroll 4
+    for (int64_t i = threadIdx.x; i < nids; i += TRAIN_CROSS_ENTROPY_REDUCE) {
+        count += ids ? ids[i] != -1 : 1;
     }
     sums[threadIdx.x]   = sum;
     counts[threadIdx.x] = count;
@@ -210,13 +219,16 @@ static __global__ void __launch_bounds__(TRAIN_CROSS_ENTROPY_REDUCE) train_cross
         CUDA_CHECK(cudaGetLastError()); \
     } while (0)
 
-static train_cross_entropy_args train_cross_entropy_operands(const ggml_tensor * logits, const ggml_tensor * labels) {
+// batch: the labels of the whole batch, NULL if these are
+static train_cross_entropy_args train_cross_entropy_operands(const ggml_tensor * logits, const ggml_tensor * labels, const ggml_tensor * batch) {
+    batch = batch ? batch : labels;
     GGML_ASSERT(logits->type == GGML_TYPE_F32);
     GGML_ASSERT(labels->type == GGML_TYPE_F32 || labels->type == GGML_TYPE_I32);
     GGML_ASSERT(ggml_is_contiguous(logits));
     GGML_ASSERT(ggml_is_contiguous(labels));
     GGML_ASSERT(ggml_nelements(labels) == (labels->type == GGML_TYPE_I32 ? ggml_nrows(logits) : ggml_nelements(logits)));
     GGML_ASSERT(ggml_nrows(logits) <= INT32_MAX);
+    GGML_ASSERT(batch->type == labels->type && ggml_is_contiguous(batch));
 
     train_cross_entropy_args a = {};
     a.logits                   = (const float *) logits->data;
@@ -224,19 +236,22 @@ static train_cross_entropy_args train_cross_entropy_operands(const ggml_tensor *
     a.ids                      = labels->type == GGML_TYPE_I32 ? (const int32_t *) labels->data : nullptr;
     a.nclasses                 = logits->ne[0];
     a.nrows                    = ggml_nrows(logits);
+    a.counted                  = batch->type == GGML_TYPE_I32 ? (const int32_t *) batch->data : nullptr;
+    a.ncounted                 = batch->type == GGML_TYPE_I32 ? ggml_nelements(batch) : a.nrows;
     return a;
 }
 
 void ggml_cuda_train_cross_entropy_loss(ggml_backend_cuda_context & ctx, ggml_tensor * dst) {
     GGML_ASSERT(dst->type == GGML_TYPE_F32 && ggml_is_scalar(dst));
 
-    train_cross_entropy_args a = train_cross_entropy_operands(dst->src[0], dst->src[1]);
+    train_cross_entropy_args a = train_cross_entropy_operands(dst->src[0], dst->src[1], dst->src[2]);
     cudaStream_t stream        = ctx.stream();
     ggml_cuda_pool_alloc<float> losses(ctx.pool(), a.nrows);
     a.dst = losses.get();
 
     TRAIN_CROSS_ENTROPY_LAUNCH(train_cross_entropy, a, stream);
-    train_cross_entropy_mean<<<1, TRAIN_CROSS_ENTROPY_REDUCE, 0, stream>>>(a.dst, a.ids, (float *) dst->data, nullptr, a.nrows);
+    train_cross_entropy_mean<<<1, TRAIN_CROSS_ENTROPY_REDUCE, 0, stream>>>(
+        a.dst, a.nrows, a.counted, a.ncounted, (float *) dst->data, nullptr);
     CUDA_CHECK(cudaGetLastError());
 }
 
@@ -246,14 +261,14 @@ void ggml_cuda_train_cross_entropy_loss_back(ggml_backend_cuda_context & ctx, gg
     GGML_ASSERT(grad->type == GGML_TYPE_F32 && ggml_is_scalar(grad));
     GGML_ASSERT(dst->type == GGML_TYPE_F32 && ggml_is_contiguous(dst) && ggml_are_same_shape(dst, dst->src[1]));
 
-    train_cross_entropy_args a = train_cross_entropy_operands(dst->src[1], dst->src[2]);
+    train_cross_entropy_args a = train_cross_entropy_operands(dst->src[1], dst->src[2], dst->src[3]);
     cudaStream_t stream        = ctx.stream();
     ggml_cuda_pool_alloc<float> weight(ctx.pool(), 1);
     a.grad   = (const float *) grad->data;
     a.weight = weight.get();
     a.dst    = (float *) dst->data;
 
-    train_cross_entropy_mean<<<1, TRAIN_CROSS_ENTROPY_REDUCE, 0, stream>>>(nullptr, a.ids, nullptr, weight.get(), a.nrows);
+    train_cross_entropy_mean<<<1, TRAIN_CROSS_ENTROPY_REDUCE, 0, stream>>>(nullptr, 0, a.counted, a.ncounted, nullptr, weight.get());
     CUDA_CHECK(cudaGetLastError());
     TRAIN_CROSS_ENTROPY_LAUNCH(train_cross_entropy_back, a, stream);
 }
