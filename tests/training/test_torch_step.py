@@ -80,7 +80,7 @@ def test_each_context_runs_in_each_mode_in_a_process_of_its_own(
     assert found[0]["steps_ns"] == [250_000_000]
     assert found[0]["memory_bytes"] == {"peak": 3 << 20}
     assert " ".join(commands[0][1:]) == (
-        "-m pyharness.training.torch_step --shape llama --words 321 --ctx 512 --mode tf32 --steps 20"
+        "-m pyharness.training.torch_step --shape llama --words 321 --ctx 512 --mode tf32 --steps 28"
     )
     assert "512  PyTorch tf32" in capsys.readouterr().out
 
