@@ -19,7 +19,7 @@ import pytest
 from pyharness.base.digest import ROOT
 from pyharness.device import ggml
 from pyharness.receipts import losses, statement
-from pyharness.training import train
+from pyharness.training import torch_step, train
 
 CASES = (
     "FLASH_ATTN_BACK(hsk=64,hsv=64,nh=4,nhkv=2,kv=40,nb=8)",
@@ -149,11 +149,24 @@ def timed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         return train.Run([], 0, events, "")
 
     described = {"device": "cpu", "shape": {"name": "tiny"}, "text_sha256": "0" * 64, "model_sha256": "1" * 64}
+
+    def peers(*_: Any) -> list[dict[str, Any]]:
+        fits: dict[str, Any] = {"exit_code": 0, "problem": "", "losses": ["10.5", "10.25"], "steps_ns": [10**9, 10**8]}
+        fails = {"exit_code": 2, "problem": "exit 2: error: OutOfMemoryError", "losses": [], "steps_ns": []}
+        versions = {"torch": "2.11.0", "transformers": "5.0.0"}
+        return [
+            {"name": "torch", "mode": mode, "ctx": ctx, "versions": versions, "memory_bytes": {"peak": ctx << 20}}
+            | (fails if ctx == 2048 and mode == "tf32" else fits)
+            for ctx in train.CONTEXTS["cpu"]
+            for mode in torch_step.MODES
+        ]
+
     monkeypatch.setattr(train, "execute", execute)
+    monkeypatch.setattr(train, "torch_peers", peers)
     monkeypatch.setattr(train, "trained", lambda *_: described | {"programs": []})
     monkeypatch.setattr(train, "load", lambda _: ggml.Library.open(libraries()))
     out = folder / "receipts"
-    args = Namespace(device="cpu", shape="tiny", out=folder, receipts=out, no_receipt=False)
+    args = Namespace(device="cpu", shape="tiny", out=folder, receipts=out, no_receipt=False, peer="torch")
     assert train.bench(args, folder / train.PROGRAM, folder / "model.gguf", folder / "text.txt", {}) == 0
     (path,) = out.iterdir()
     return path

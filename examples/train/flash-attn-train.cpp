@@ -8,7 +8,8 @@
 //   memory      bytes of each buffer type after the first step, of a device over the run, and of this process at its peak
 //   perplexity  of the model on the text
 //
-// The text is cut into windows of n_ctx tokens, the last one padded with the end-of-text token. Steps go through the windows in turn.
+// The text is cut into windows of n_ctx tokens, the last one padded with end-of-text tokens, which do not count in the loss; neither do the
+// first --prompt tokens of a window. Steps go through the windows in turn.
 
 #include "llama-context.h"
 #include "llama-ext.h"
@@ -48,6 +49,7 @@ struct options {
     std::string fa        = "on";    // off, on, auto
     std::string type_k    = "f32";
     std::string type_v    = "f32";
+    std::string label; // TOKEN:LABEL, the label of a token of every window, for tests
 
     int steps         = 0;
     int warmup        = 0; // steps in which the learning rate rises to lr
@@ -58,6 +60,7 @@ struct options {
     int ngl           = -1;
     int threads       = 2;
     int tokens        = 0; // of the text, 0 = all
+    int prompt        = 0; // tokens of a window that have no label
     int grads_step    = 1;
     int capture_layer = 0;
     int capture_step  = 1;
@@ -81,6 +84,7 @@ struct options {
             { "--fa", &fa },
             { "--type-k", &type_k },
             { "--type-v", &type_v },
+            { "--label", &label },
         };
         const std::map<std::string, int *> numbers = {
             { "--steps", &steps },
@@ -92,6 +96,7 @@ struct options {
             { "--ngl", &ngl },
             { "--threads", &threads },
             { "--tokens", &tokens },
+            { "--prompt", &prompt },
             { "--grads-step", &grads_step },
             { "--capture-layer", &capture_layer },
             { "--capture-step", &capture_step },
@@ -353,7 +358,10 @@ static void train(llama_context * ctx, llama_model * model, const options & opt,
         const size_t first = (step - 1) % n_windows * n_ctx;
         for (int64_t i = 0; i < n_ctx; ++i) {
             inputs[i] = first + i < tokens.size() ? tokens[first + i] : eos;
-            labels[i] = first + i + 1 < tokens.size() ? tokens[first + i + 1] : eos;
+            labels[i] = i >= opt.prompt && first + i + 1 < tokens.size() ? tokens[first + i + 1] : -1;
+        }
+        if (!opt.label.empty()) {
+            labels[std::stoll(opt.label)] = std::stoi(opt.label.substr(opt.label.find(':') + 1));
         }
         rates.adamw.alpha = rates.sgd.alpha = opt.lr * std::min(1.0, double(step) / std::max(opt.warmup, 1));
 
@@ -471,7 +479,16 @@ int main(int argc, char ** argv) {
     model_params.devices            = devices.data();
     model_params.n_gpu_layers       = opt.ngl;
     model_params.load_mode          = LLAMA_LOAD_MODE_NONE; // writable weights
-    llama_model * model             = llama_model_load_from_file(opt.model.c_str(), model_params);
+
+    // llama.cpp looks tokens up on the CPU, and the device would wait for their embeddings in every step
+    const std::vector<llama_model_tensor_buft_override> overrides = {
+        { "^token_embd\\.weight$", devices[0] ? ggml_backend_dev_buffer_type(devices[0]) : nullptr },
+        { nullptr, nullptr },
+    };
+    if (devices[0] && opt.ngl != 0) {
+        model_params.tensor_buft_overrides = overrides.data();
+    }
+    llama_model * model = llama_model_load_from_file(opt.model.c_str(), model_params);
     if (!model) {
         fail("cannot load " + opt.model);
     }

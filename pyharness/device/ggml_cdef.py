@@ -100,6 +100,8 @@ struct ggml_tensor * ggml_flash_attn_ext(
     float scale, float max_bias, float logit_softcap);
 void ggml_flash_attn_ext_add_sinks(struct ggml_tensor * a, struct ggml_tensor * sinks);
 void ggml_flash_attn_ext_set_prec(struct ggml_tensor * a, enum ggml_prec prec);
+struct ggml_tensor * ggml_cross_entropy_loss(
+    struct ggml_context * ctx, struct ggml_tensor * a, struct ggml_tensor * b);
 
 struct ggml_cgraph * ggml_new_graph_custom(struct ggml_context * ctx, size_t size, bool grads);
 void ggml_graph_add_node(struct ggml_cgraph * cgraph, struct ggml_tensor * tensor);
@@ -192,6 +194,26 @@ void ggml_gallocr_free(ggml_gallocr_t galloc);
 bool ggml_gallocr_alloc_graph(ggml_gallocr_t galloc, struct ggml_cgraph * graph);
 size_t ggml_gallocr_get_buffer_size(ggml_gallocr_t galloc, int buffer_id);
 
+enum ggml_opt_loss_type { GGML_OPT_LOSS_TYPE_CROSS_ENTROPY_IDS, ... };
+enum ggml_opt_optimizer_type { GGML_OPT_OPTIMIZER_TYPE_SGD, ... };
+struct ggml_opt_params {
+    struct ggml_context * ctx_compute; struct ggml_tensor * inputs; struct ggml_tensor * outputs;
+    enum ggml_opt_optimizer_type optimizer;
+    ...;
+};
+typedef struct ggml_opt_context * ggml_opt_context_t;
+typedef struct ggml_opt_result * ggml_opt_result_t;
+struct ggml_opt_params ggml_opt_default_params(ggml_backend_sched_t sched, enum ggml_opt_loss_type loss_type);
+ggml_opt_context_t ggml_opt_init(struct ggml_opt_params params);
+void ggml_opt_free(ggml_opt_context_t opt_ctx);
+struct ggml_tensor * ggml_opt_labels(ggml_opt_context_t opt_ctx);
+void ggml_opt_alloc(ggml_opt_context_t opt_ctx, bool backward);
+void ggml_opt_eval(ggml_opt_context_t opt_ctx, ggml_opt_result_t result);
+ggml_opt_result_t ggml_opt_result_init(void);
+void ggml_opt_result_free(ggml_opt_result_t result);
+void ggml_opt_result_loss(ggml_opt_result_t result, double * loss, double * unc);
+void ggml_opt_result_accuracy(ggml_opt_result_t result, double * accuracy, double * unc);
+
 void pyharness_attach(void);
 extern "Python" void pyharness_aborted(const char * message);
 """
@@ -202,6 +224,7 @@ SOURCE = """
 #include "ggml-backend.h"
 #include "ggml-flash-attn-back.h"
 #include "ggml-flash-attn-back-train.h"
+#include "ggml-opt.h"
 
 #include <stdio.h>
 

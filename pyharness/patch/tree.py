@@ -321,6 +321,13 @@ def _declared(node: tree_sitter.Node) -> str:
     )
 
 
+def _variable(node: tree_sitter.Node | None) -> str:
+    """Name of the first variable that a declarator declares, "" for a function's."""
+    if node is None or node.type == "function_declarator":
+        return ""
+    return _normal(node) if node.type == "identifier" else _variable(node.child_by_field_name("declarator"))
+
+
 def _condition(node: tree_sitter.Node) -> str:
     return _normal(node.child_by_field_name("condition")).removeprefix("(").removesuffix(")")
 
@@ -334,7 +341,13 @@ def _function(node: tree_sitter.Node) -> str:
 KINDS: dict[str, tuple[tuple[str, ...], Callable[[tree_sitter.Node], str], bool]] = {
     "function": (("function_definition", "function_def"), _function, True),
     "declaration": (("declaration",), _declared, True),
-    "struct": (("struct_specifier",), _field("name"), True),
+    "variable": (("declaration",), lambda node: _variable(node.child_by_field_name("declarator")), True),
+    "struct": (
+        ("struct_specifier",),
+        lambda node: _field("name")(node) if node.child_by_field_name("body") else "",
+        True,
+    ),
+    "enumerator": (("enumerator",), _field("name"), True),
     "include": (("preproc_include",), lambda node: _normal(node.child_by_field_name("path")).strip('"<>'), True),
     "switch": (("switch_statement",), _condition, True),
     "if": (("if_statement",), _condition, True),
@@ -405,7 +418,7 @@ def insert(data: bytes, wanted: list[Edit]) -> bytes:
                 )
             first = last = brace.start_point.row
             before, after = b"", lines[first][brace.end_point.column :]
-        if not (re.fullmatch(rb"\s*(\w+\s+)*", before) and re.fullmatch(rb"\s*;?\s*(//.*|/\*.*\*/|#.*)?\s*", after)):
+        if not (re.fullmatch(rb"\s*(\w+\s+)*", before) and re.fullmatch(rb"\s*[;,]?\s*(//.*|/\*.*\*/|#.*)?\s*", after)):
             raise TreeError(
                 f"edit {edit.name!r}: anchor {edit.anchor[-1]!r} shares its lines in {edit.file}; break the line there"
             )

@@ -154,7 +154,12 @@ def bench_table(bench: dict[str, Any]) -> str:
         cells = [memory(run, key) for key in ("compute", "peak") for run in (off, on)]
         rows.append((str(ctx), *cells, step(off), step(on)))
     head = ("compute buffers off, MiB", "on", "peak of the device off, MiB", "on", "step off, s", "on")
-    return table(("context", *head), rows)
+    text = table(("context", *head), rows)
+    if peers := bench.get("peers"):
+        own = {run["ctx"]: step(run) for run in bench["runs"] if run["flash_attn"]}
+        rows = [(str(p["ctx"]), f"PyTorch {p['mode']}", step(p), memory(p, "peak"), own[p["ctx"]]) for p in peers]
+        text += "\n" + table(("context", "peer", "step, s", "peak of the device, MiB", "flash attention on, s"), rows)
+    return text
 
 
 def steps_table(check: dict[str, Any]) -> str:

@@ -558,6 +558,13 @@ def _unpaired(bench: dict[str, Any]) -> Iterable[str]:
             yield f"{place}: not one run with flash attention off and one with it on"
         if len(run["losses"]) != len(run["steps_ns"]) or (run["exit_code"] == 0 and not run["losses"]):
             yield f"{place}: no loss and time of each step"
+    contexts = {ctx for ctx, _ in found}
+    for number_, peer in enumerate(bench.get("peers", ())):
+        place = f"predicate/receipt/bench/peers/{number_}"
+        if peer["ctx"] not in contexts:
+            yield f"{place}: a context that has no run of ours"
+        if len(peer["losses"]) != len(peer["steps_ns"]) or (peer["exit_code"] == 0 and not peer["losses"]):
+            yield f"{place}: no loss and time of each step"
 
 
 def _contradictions(perf: dict[str, Any] | None) -> Iterable[str]:

@@ -35,7 +35,7 @@ from ..case import capture_file
 from ..device import ggml
 from ..receipts import statement, writing
 from ..receipts.losses import LIMITS, NOISE, Check, apart, compare
-from . import tiny
+from . import tiny, torch_step
 
 PROGRAM = "flash-attn-train"
 VOCABULARY = "models/ggml-vocab-llama-spm.gguf"
@@ -49,8 +49,15 @@ CELLS = 256
 """What llama.cpp rounds a context up to; training takes no other."""
 
 CONTEXTS = {"cpu": (512, 1024, 2048), "cuda": (512, 4096, 16384)}
+STEPS = {"cpu": 4, "cuda": 12}
 CARD = 24 << 30
-"""What --bench measures: contexts, and the bytes of a card that it searches the longest context for."""
+"""What --bench measures: contexts, steps beside those that make 8192 tokens, of which CUDA captures the first as a
+graph, and the bytes of a card that it searches the longest context for."""
+
+
+def bench_steps(device: str, ctx: int) -> int:
+    """Steps of a run of --bench."""
+    return STEPS[device] + 2**13 // ctx
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,6 +140,11 @@ def execute(
     command = [str(program), "--model", str(model), "--text", str(text)]
     for name, value in options.items():
         command += [f"--{name.replace('_', '-')}", str(int(value) if isinstance(value, bool) else value)]
+    return follow(command, seconds, say, search(program.parent))
+
+
+def follow(command: list[str], seconds: float | None, say: Callable[[str], None], environment: dict[str, str]) -> Run:
+    """Runs a command that prints events, as `execute` does."""
     events: list[dict[str, Any]] = []
 
     def read(stream: IO[str]) -> None:
@@ -150,7 +162,7 @@ def execute(
             stderr=messages,
             text=True,
             errors="replace",
-            env=os.environ | search(program.parent),
+            env=os.environ | environment,
         )
         reader = threading.Thread(target=read, args=(process.stdout,))
         reader.start()
@@ -266,6 +278,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threads", type=int, default=2, metavar="N", help="of the CPU backend (default: 2)")
     parser.add_argument("--stock", action="store_true", help="build unpatched llama.cpp, too, and try the model there")
     parser.add_argument("--bench", action="store_true", help="instead: time and memory by context")
+    parser.add_argument("--peer", choices=("torch",), help="with --bench on CUDA: the same steps in PyTorch as well")
     parser.add_argument("--libs", type=Path, metavar="DIR", help=f"folder of a built {PROGRAM} and its libraries")
     parser.add_argument(
         "--vocabulary", type=Path, metavar="GGUF", help="tokenizer (default: the one of the pinned tree)"
@@ -288,6 +301,8 @@ def run(args: argparse.Namespace) -> int:
     """Train, compare, write; 0 when every check passed, 1 when one failed."""
     if args.ctx % CELLS:
         raise errors.Usage(f"--ctx {args.ctx}: must be a multiple of {CELLS}")
+    if args.peer and not (args.bench and args.device == "cuda" and tiny.SHAPES[args.shape].arch == "llama"):
+        raise errors.Usage("--peer torch: needs --bench --device cuda and a shape of architecture llama")
     if args.device == "cuda":
         cuda.require("CUDA0")
     args.out.mkdir(parents=True, exist_ok=True)
@@ -519,6 +534,29 @@ def plot(pyplot: Any, folder: Path, runs: dict[str, Run]) -> None:
 # ---- the benchmark ----
 
 
+def torch_peers(args: argparse.Namespace, model: Path) -> list[dict[str, Any]]:
+    """The same contexts in PyTorch, in each of its modes, as a receipt records them."""
+    words = next(int(t.shape[1]) for t in gguf.GGUFReader(model).tensors if t.name == "token_embd.weight")
+    found = []
+    for ctx in CONTEXTS[args.device]:
+        for mode in torch_step.MODES:
+            command = [sys.executable, "-m", torch_step.__name__, "--shape", args.shape, "--words", str(words)]
+            command += ["--ctx", str(ctx), "--mode", mode, "--steps", str(bench_steps(args.device, ctx))]
+            one = follow(command, BOX, lambda _: None, {"PYTHONPATH": str(ROOT)})
+            versions = {name: e[name] for e in one.all("start") for name in ("torch", "transformers")}
+            times = one.seconds[1:] or [float("nan")]
+            print(
+                f"{ctx:7}  PyTorch {mode}  {statistics.median(times):9.4f}  {min(times):.4f} .. {max(times):.4f}  "
+                f"{one.memory('peak') / 2**20:16.0f}  {one.problem}",
+                flush=True,
+            )
+            ended = {"exit_code": one.exit_code, "problem": one.problem, "versions": versions}
+            measures = {key: value for key, value in measured(one).items() if key != "memory_bytes"}
+            memory = {"peak": one.memory("peak")}
+            found.append({"name": "torch", "mode": mode, "ctx": ctx, **ended, **measures, "memory_bytes": memory})
+    return found
+
+
 BOX = 150.0
 """Seconds that one run of the benchmark may take."""
 
@@ -531,7 +569,8 @@ def bench(args: argparse.Namespace, program: Path, model: Path, text: Path, comm
     record: dict[str, Any] = {"device": args.device, "shape": args.shape, "runs": [], "longest": {}}
 
     def attempt(**options: Any) -> Run:
-        one = execute(program, model, text, BOX, **options, **common)
+        # training reads K and V of the batch, never the cache
+        one = execute(program, model, text, BOX, type_k="f16", type_v="f16", **options, **common)
         record["runs"].append(options | {"exit_code": one.exit_code, "problem": one.problem, "events": one.events})
         (args.out / "bench.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
         return one
@@ -539,7 +578,7 @@ def bench(args: argparse.Namespace, program: Path, model: Path, text: Path, comm
     print(f"context  FA   {'step, s':>9}  {'spread':>16}  {'compute, MiB':>12}  {'device peak, MiB':>16}  loss")
     for ctx in CONTEXTS[args.device]:
         for fa in ("off", "on"):
-            one = attempt(steps=4 + 2**13 // ctx, fa=fa, ctx=ctx)
+            one = attempt(steps=bench_steps(args.device, ctx), fa=fa, ctx=ctx)
             ended = {"exit_code": one.exit_code, "problem": one.problem}
             timed.append({"ctx": ctx, "flash_attn": fa == "on", **ended, **measured(one)})
             times = one.seconds[1:] or [float("nan")]
@@ -549,6 +588,8 @@ def bench(args: argparse.Namespace, program: Path, model: Path, text: Path, comm
                 f"{one.problem or f'{one.losses[-1]:.6f}'}",
                 flush=True,
             )
+    peers = torch_peers(args, model) if args.peer else []
+    record["peers"] = peers
     placed = attempt(steps=1, fa="on", ctx=CONTEXTS[args.device][1], nodes=True)
     if args.device != "cpu":
         on_cpu = [f"{e['op']} x{e['nodes']}" for e in placed.all("ops") if e["backend"] == "CPU" and e["op"] != "NONE"]
@@ -566,6 +607,8 @@ def bench(args: argparse.Namespace, program: Path, model: Path, text: Path, comm
     if library:
         longest = {"card_bytes": CARD, **record["longest"]} if record["longest"] else None
         found = {**trained(args, program, model, text), "runs": timed, "longest": longest}
+        if args.peer:
+            found["peers"] = peers
         writing.save(
             args.receipts,
             statement.build(

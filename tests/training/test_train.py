@@ -105,11 +105,20 @@ def test_gradients_of_every_parameter_agree(trainer: Trainer, name: str) -> None
     assert max(found.values()) < LIMITS["cpu"].gradient, found
 
 
-@pytest.mark.parametrize(("name", "part"), [("gemma2", "ffn_gate"), ("gemma2", "attn_k"), ("sinks", "attn_sinks")])
-def test_gradients_are_slopes_of_the_loss(trainer: Trainer, name: str, part: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "part", "prompt"),
+    [
+        ("gemma2", "ffn_gate", 0),
+        ("gemma2", "attn_k", 0),
+        ("sinks", "attn_sinks", 0),
+        ("tiny", "attn_q", 100),
+        ("tiny", "output", 250),
+    ],
+)
+def test_gradients_are_slopes_of_the_loss(trainer: Trainer, name: str, part: str, prompt: int) -> None:
     """Along its own gradient the loss has the gradient's length as its slope: checks GEGLU, TANH and sinks as well."""
     model = trainer.model(name, **NARROW)
-    gradients = {n: g for n, g in trainer.gradients(model, fa="on").items() if part in n}
+    gradients = {n: g for n, g in trainer.gradients(model, fa="on", prompt=prompt).items() if part in n}
     length = np.sqrt(sum(np.sum(np.square(g, dtype=np.float64)) for g in gradients.values()))
     step = 2e-4 / length  # far above the rounding of a loss of 8
     losses = []
@@ -119,8 +128,37 @@ def test_gradients_are_slopes_of_the_loss(trainer: Trainer, name: str, part: str
         for tensor in gguf.GGUFReader(moved, "r+").tensors:
             if tensor.name in gradients:
                 tensor.data[:] += np.float32(sign * step / length) * gradients[tensor.name].reshape(tensor.data.shape)
-        losses += trainer.run(moved, steps=1, fa="on").losses
+        losses += trainer.run(moved, steps=1, fa="on", prompt=prompt).losses
     assert (losses[0] - losses[1]) / (2 * step) == pytest.approx(length, rel=1e-2)
+
+
+def test_a_window_without_labels_has_no_loss_and_no_gradient(trainer: Trainer) -> None:
+    model = trainer.model("tiny")
+    assert trainer.run(model, steps=2, fa="on", prompt=256).losses == [0, 0]
+    assert not any(g.any() for g in trainer.gradients(model, fa="on", prompt=256).values())
+
+
+def test_a_label_that_is_no_token_is_refused_before_the_first_step(trainer: Trainer) -> None:
+    run = trainer.attempt(trainer.model("tiny"), steps=2, label=f"7:{WORDS}")
+    assert f"label {WORDS} of token 7 of datapoint 0 is neither -1 nor one of {WORDS} tokens" in run.messages
+    assert run.exit_code
+    assert not run.losses
+
+
+@pytest.mark.parametrize("fa", ["on", "off"])
+def test_logits_in_chunks_give_the_same_losses_and_gradients(
+    trainer: Trainer, monkeypatch: pytest.MonkeyPatch, fa: str
+) -> None:
+    """512 rows of 2048 words are 4 MiB: four chunks, the first of which has no label."""
+    model, options = trainer.model("tiny"), {"fa": fa, "ctx": 512, "prompt": 130}
+    whole, gradients = trainer.run(model, steps=4, **options), trainer.gradients(model, **options)
+    monkeypatch.setenv("GGML_OPT_LOGITS_MIB", "1")
+    chunks, found = trainer.run(model, steps=4, nodes=True, **options), trainer.gradients(model, **options)
+    (losses,) = (e["nodes"] for e in chunks.all("ops") if e["op"] == "CROSS_ENTROPY_LOSS")
+    assert losses == 4
+    np.testing.assert_allclose(chunks.losses, whole.losses, rtol=1e-6)
+    assert max(train.nmse(found[name], gradients[name]) for name in gradients) < 1e-10
+    assert trainer.run(model, steps=4, **options).losses == chunks.losses
 
 
 def test_learning_rate_rises_in_the_first_steps(trainer: Trainer) -> None:
@@ -201,6 +239,48 @@ def test_flash_attention_goes_off_with_the_devices_reason(trainer: Trainer, monk
     run = trainer.run(trainer.model("tiny"), steps=1, fa="on")
     assert not run.flash_attn
     assert "disabling flash attention: layer 0 on CPU: no gradients on Sundays" in run.messages
+
+
+COUNT = r"""
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <stdio.h>
+#include "ggml-opt.h"
+
+void ggml_opt_prepare_alloc(ggml_opt_context_t opt_ctx, struct ggml_context * ctx, struct ggml_cgraph * gf,
+        struct ggml_tensor * inputs, struct ggml_tensor * outputs) {
+    void (*real)(ggml_opt_context_t, struct ggml_context *, struct ggml_cgraph *, struct ggml_tensor *,
+        struct ggml_tensor *) = dlsym(RTLD_NEXT, "ggml_opt_prepare_alloc");
+    fputs("a new graph\n", stderr);
+    real(opt_ctx, ctx, gf, inputs, outputs);
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "graphs"),
+    [
+        pytest.param({"ctx": 256}, 1, id="kept"),
+        pytest.param({"ctx": 512, "seqs": 2}, 1, id="kept-of-two-sequences"),
+        pytest.param({"ctx": 512, "ubatch": 256}, 8, id="accumulated"),
+    ],
+)
+@pytest.mark.parametrize("fa", ["on", "off"])
+def test_a_graph_serves_every_step_with_the_same_losses(
+    trainer: Trainer, monkeypatch: pytest.MonkeyPatch, options: Options, graphs: int, fa: str
+) -> None:
+    model, options = trainer.model("tiny"), {"fa": fa, "steps": 4, **options}
+    monkeypatch.setenv("LLAMA_GRAPH_REUSE_DISABLE", "1")
+    anew = trainer.run(model, **options)
+    monkeypatch.delenv("LLAMA_GRAPH_REUSE_DISABLE")
+    source, shim = trainer.folder / "count.c", trainer.folder / "count.so"
+    source.write_text(COUNT)
+    include = ggml.find_headers(trainer.program.parent)
+    subprocess.run(["cc", "-shared", "-fPIC", "-w", f"-I{include}", source, "-o", shim], check=True)
+    monkeypatch.setenv("LD_PRELOAD", str(shim))
+    kept = trainer.run(model, **options)
+    assert kept.messages.count("a new graph") == graphs
+    assert kept.losses == anew.losses
 
 
 @pytest.mark.parametrize("layer", [0, 1])

@@ -6,8 +6,8 @@
 
 #define FATTN_BACK_HOPPER_EXCHANGE (FATTN_BACK_HOPPER_ROWS * FATTN_BACK_HOPPER_ROWS * 4) // bytes of P of a tile, which passes between warpgroups
 
-// dK and dV of head sizes up to 128. Grid: units of a band, blocks of nwg key tiles of the window, bands. Block: nwg warpgroups with 64 keys each, then the
-// producer.
+// dK and dV of head sizes up to 128. An item is nwg key tiles of the window. Grid: as many blocks as the device holds at a time, each takes one item
+// after the other. Block: nwg warpgroups with 64 keys each, then the producer.
 template <int D, int nwg, int stages, bool hilo>
 static __global__ void __launch_bounds__((nwg + 1) * 128, 1) flash_attn_back_hopper_keys(
     const __grid_constant__ fattn_back_hopper_params p) {
@@ -15,32 +15,64 @@ static __global__ void __launch_bounds__((nwg + 1) * 128, 1) flash_attn_back_hop
     using L = fattn_back_hopper_smem<D, nwg, stages, stages, hilo>;
     extern __shared__ __align__(1024) char smem_ptr[];
     const uint32_t smem = hopper_smem(smem_ptr);
-    const int unit      = blockIdx.z * p.band_k + blockIdx.x;
-    if (unit >= p.units || fattn_back_hopper_large(p, unit) != hilo) {
+    if (!fattn_back_hopper_any(p, [&](const int unit) { return fattn_back_hopper_large(p, unit) == hilo; })) {
         return;
     }
     fattn_back_hopper_init<L>(smem, 128 * nwg);
     hopper_barrier_init_done();
     __syncthreads();
-    const int t0 = fattn_back_hopper_first_key(p) + blockIdx.y * nwg;
-    const int wg = __shfl_sync(0xFFFFFFFF, threadIdx.x / 128, 0); // uniform for the compiler, too
+    const int first = fattn_back_hopper_first_key(p);
+    const int wg    = __shfl_sync(0xFFFFFFFF, threadIdx.x / 128, 0); // uniform for the compiler, too
 
     if (wg == nwg) {
-        if constexpr (nwg > 1) {
-            hopper_registers_dec<24>();
-        }
-        if (threadIdx.x / 32 == 4 * nwg) {
-            fattn_back_hopper_produce_keys<L>(p, smem_ptr, unit, t0, fattn_back_hopper_last_key(p));
-        }
-    } else {
-        if constexpr (nwg > 1) {
-            hopper_registers_inc<240>();
-        }
-        const int col       = 2 * (threadIdx.x % 4);
-        const float sc      = fattn_back_hopper_unit(p, p.scale[p.unit0 + unit]);
-        const uint32_t own1 = smem + L::own1 + wg * L::tile1;
-        const uint32_t own2 = smem + L::own2 + wg * L::tile;
+        hopper_registers_dec<fattn_back_hopper_regs_fill<D>>();
+        fattn_back_hopper_fill<L>([&](auto filler) {
+            fattn_back_hopper_take<filler.leads>(p, (int *) (smem_ptr + L::slots), [&](const int item) {
+                int unit;
+                int block;
+                p.items.get(item, unit, block);
+                if (fattn_back_hopper_large(p, unit) == hilo) {
+                    filler.announce(smem_ptr, item);
+                    filler.fill_queries(p, smem_ptr, unit, first + block * nwg);
+                }
+            });
+            filler.announce(smem_ptr, p.items.count());
+        });
+        return;
+    }
+    hopper_registers_inc<fattn_back_hopper_regs<D>>();
+    const int col       = 2 * (threadIdx.x % 4);
+    const uint32_t own1 = smem + L::own1 + wg * L::tile1;
+    const uint32_t own2 = smem + L::own2 + wg * L::tile;
+    fattn_back_hopper_reader<L> reader(smem_ptr); // of both rings
+    fattn_back_hopper_turns<(D > 64 && nwg == 2)> turns(wg);
 
+    // the item that the ring tells of; its K and V are asked for as soon as no product reads the last one's
+    const auto take = [&]() {
+        const int next = reader.item();
+        if (next < p.items.count()) {
+            hopper_named_sync<128>(3 + wg);
+            if (threadIdx.x % 128 == 0) {
+                int unit;
+                int block;
+                p.items.get(next, unit, block);
+                fattn_back_hopper_load_keys<L>(p, smem, wg, unit, first + block * nwg + wg);
+            }
+        }
+        hopper_barrier_wait(smem + L::full2 + 8 * reader.ring.stage, reader.ring.parity);
+        hopper_barrier_arrive(smem + L::empty1 + 8 * reader.ring.stage);
+        hopper_barrier_arrive(smem + L::empty2 + 8 * reader.ring.stage);
+        reader.ahead = 0;
+        return next;
+    };
+    int item = take();
+    for (uint32_t parity = 0; hopper_any(item < p.items.count()); parity ^= 1) {
+        reader.next();
+        int unit;
+        int block;
+        p.items.get(item, unit, block);
+        const int kt   = first + block * nwg + wg;
+        const float sc = fattn_back_hopper_unit(p, p.scale[p.unit0 + unit]);
         float dK[D / 2];
         float dV[D / 2];
 #pragma unroll
@@ -50,70 +82,69 @@ static __global__ void __launch_bounds__((nwg + 1) * 128, 1) flash_attn_back_hop
         }
         uint32_t P16[16];
         uint32_t dS16[16];
+        hopper_barrier_wait(smem + L::own + 8 * wg, parity);
 
-        fattn_back_hopper_ring<stages> ring;
-        hopper_barrier_wait(smem + L::own, 0);
-        fattn_back_hopper_turns<(D > 64 && nwg == 2)> turns(wg);
-        int prev = -1;
-        while (true) {
-            hopper_barrier_wait(smem + L::full1 + 8 * ring.stage, ring.parity);
-            const fattn_back_hopper_meta meta(smem_ptr + L::meta + 16 * ring.stage);
-            const int states = meta.get(meta.x.z);
-            if (states < 0) {
-                break;
-            }
-            float S[32];
-            float dP[32];
-            const uint32_t stat = smem + L::stat + (ring.stage * 2 * FATTN_BACK_HOPPER_ROWS + col) * (int) sizeof(float);
-            hopper_wgmma_wait<1>(); // dV of the previous tile
-            hopper_pin(P16);
-            turns.take();
-            fattn_back_hopper_product<D, hilo>(S, own1, smem + L::ring1 + ring.stage * L::tile1);
-            hopper_wgmma_wait<1>(); // dK of the previous tile
-            hopper_pin(dS16);
-            if (prev >= 0) {
+        bool later         = false; // than the first tile
+        const auto release = [&]() { // the tile before that of the ring
+            if (later) {
+                const int prev = reader.ring.stage == 0 ? stages - 1 : reader.ring.stage - 1;
                 hopper_barrier_arrive(smem + L::empty1 + 8 * prev);
                 hopper_barrier_arrive(smem + L::empty2 + 8 * prev);
             }
-            hopper_barrier_wait(smem + L::full2 + 8 * ring.stage, ring.parity);
-            fattn_back_hopper_product<D, false>(dP, own2, smem + L::ring2 + ring.stage * L::tile);
+            later = true;
+        };
+        while (reader.tile()) {
+            const int stage = reader.ring.stage;
+            float S[32];
+            float dP[32];
+            const uint32_t stat = smem + L::stat + (stage * 2 * FATTN_BACK_HOPPER_ROWS + col) * (int) sizeof(float);
+            reader.wait();
+            reader.peek();
+            hopper_wgmma_wait<1>(); // dV of the previous tile
+            hopper_pin(P16);
+            turns.take();
+            fattn_back_hopper_product<D, hilo>(S, own1, smem + L::ring1 + stage * L::tile1);
+            hopper_wgmma_wait<1>(); // dK of the previous tile
+            hopper_pin(dS16);
+            release();
+            hopper_barrier_wait(smem + L::full2 + 8 * stage, reader.ring.parity);
+            fattn_back_hopper_product<D, false>(dP, own2, smem + L::ring2 + stage * L::tile);
 
             float2 col_stat[8];
             fattn_back_hopper_load_columns(col_stat, stat);
             hopper_wgmma_wait<1>(); // S
             hopper_pin(S);
-            if ((states >> 2 * wg & 3) != FATTN_BACK_TILE_FULL) {
-                const int lhead = meta.get(meta.x.x);
-                fattn_back_hopper_mask<true>(S, p, lhead, t0 + wg, meta.get(meta.x.y), sc);
+            if (reader.state(wg) != FATTN_BACK_TILE_FULL) {
+                const fattn_back_hopper_meta meta = reader.meta();
+                fattn_back_hopper_mask<true, (D > 64)>(S, p, reader.state(wg), meta.mask, meta.head, kt, meta.tile, sc);
             }
             fattn_back_hopper_probs_t(S, sc, col_stat);
             fattn_back_hopper_load_columns(col_stat, stat + FATTN_BACK_HOPPER_ROWS * (int) sizeof(float));
             fattn_back_hopper_operand(P16, S);
             turns.pass();
-            fattn_back_hopper_accumulate(dV, P16, smem + L::ring2 + ring.stage * L::tile);
+            fattn_back_hopper_accumulate(dV, P16, smem + L::ring2 + stage * L::tile);
 
             hopper_wgmma_wait<1>(); // dP
             hopper_pin(dP);
             fattn_back_hopper_ds_t(dP, S, col_stat);
             fattn_back_hopper_operand(dS16, dP);
-            fattn_back_hopper_accumulate(dK, dS16, smem + L::ring1 + ring.stage * L::tile1);
+            fattn_back_hopper_accumulate(dK, dS16, smem + L::ring1 + stage * L::tile1);
             if constexpr (hilo) {
-                fattn_back_hopper_accumulate(dK, dS16, smem + L::ring1 + ring.stage * L::tile1 + L::tile);
+                fattn_back_hopper_accumulate(dK, dS16, smem + L::ring1 + stage * L::tile1 + L::tile);
             }
-
-            prev = ring.stage;
-            ring.next();
+            reader.next();
         }
-        turns.end();
         hopper_wgmma_wait<0>();
         hopper_pin(P16);
         hopper_pin(dS16);
         hopper_pin(dK);
         hopper_pin(dV);
-
-        fattn_back_hopper_store_dk(p, dK, unit, t0 + wg);
-        fattn_back_hopper_store_dv(p, dV, unit, t0 + wg);
+        release();
+        item = take();
+        fattn_back_hopper_store_dk(p, dK, unit, kt);
+        fattn_back_hopper_store_dv(p, dV, unit, kt);
     }
+    turns.end();
 #else
     GGML_UNUSED_VARS(p);
     NO_DEVICE_CODE;
@@ -140,46 +171,6 @@ static __device__ __forceinline__ void fattn_back_hopper_store_dq(const fattn_ba
     }
 }
 
-// The producer warp of queries: own tiles t0, t0 + 1, .. before end of Q and dO, then the tiles [first, last) of K and V that they see.
-template <typename L>
-static __device__ __forceinline__ void fattn_back_hopper_produce_dq(const fattn_back_hopper_params & p, char * smem_ptr, const int unit,
-    const int t0, const int end, const int first, const int last) {
-    const uint32_t smem = hopper_smem(smem_ptr);
-    const int lane      = threadIdx.x % 32;
-    if (lane == 0) {
-        hopper_barrier_expect(smem + L::own, L::groups * (L::tile1 + L::tile));
-        for (int w = 0; w < L::groups; ++w) {
-            const int64_t i = min(t0 + w, end - 1);
-            hopper_load(smem + L::own1 + w * L::tile1, (const char *) p.q + i * L::tile1, L::tile1, smem + L::own);
-            hopper_load(smem + L::own2 + w * L::tile, (const char *) p.dO + i * L::tile, L::tile, smem + L::own);
-        }
-    }
-    fattn_back_hopper_ring<L::stages1> r1;
-    fattn_back_hopper_ring<L::stages2> r2;
-    fattn_back_hopper_walk<false, L::groups, 1>(p, 0, t0, end, first, last, [&](const int t, const uint32_t states) {
-        if (lane == 0) {
-            const int64_t i      = (int64_t) unit * p.kts + t - p.kt0;
-            const uint32_t full1 = smem + L::full1 + 8 * r1.stage;
-            const uint32_t full2 = smem + L::full2 + 8 * r2.stage;
-            hopper_barrier_wait(smem + L::empty1 + 8 * r1.stage, r1.parity ^ 1);
-            *(int4 *) (smem_ptr + L::meta + 16 * r1.stage) = make_int4(0, t, (int) states, 0);
-            hopper_barrier_expect(full1, L::tile1);
-            hopper_load(smem + L::ring1 + r1.stage * L::tile1, (const char *) p.k + i * L::tile1, L::tile1, full1);
-            hopper_barrier_wait(smem + L::empty2 + 8 * r2.stage, r2.parity ^ 1);
-            hopper_barrier_expect(full2, L::tile);
-            hopper_load(smem + L::ring2 + r2.stage * L::tile, (const char *) p.v + i * L::tile, L::tile, full2);
-        }
-        __syncwarp();
-        r1.next();
-        r2.next();
-    });
-    if (lane == 0) {
-        hopper_barrier_wait(smem + L::empty1 + 8 * r1.stage, r1.parity ^ 1);
-        *(int4 *) (smem_ptr + L::meta + 16 * r1.stage) = make_int4(0, 0, -1, 0);
-        hopper_barrier_arrive(smem + L::full1 + 8 * r1.stage);
-    }
-}
-
 // A warpgroup of keys_256: of S, P and dV (first), or of dP, dS and dK
 template <typename L, int D, bool hilo, bool ds, bool first>
 static __device__ __forceinline__ void fattn_back_hopper_keys_256_half(
@@ -198,8 +189,8 @@ static __device__ __forceinline__ void fattn_back_hopper_keys_256_half(
     }
     uint32_t X16[16];
 
-    fattn_back_hopper_ring<stages> ring;
-    fattn_back_hopper_ring<2> pair; // of the exchange
+    fattn_back_hopper_reader<L> reader(smem_ptr); // of both rings
+    fattn_back_hopper_ring<2> pair;               // of the exchange
     const uint32_t own = smem + (first ? L::own1 : L::own2);
     hopper_barrier_wait(smem + L::own, 0);
     uint32_t own16[hilo ? 1 : D / 8]; // half of the own columns: what comes from registers need not come from shared memory
@@ -210,13 +201,10 @@ static __device__ __forceinline__ void fattn_back_hopper_keys_256_half(
         }
     }
     int prev = -1;
-    while (true) {
-        hopper_barrier_wait(smem + L::full1 + 8 * ring.stage, ring.parity);
-        const fattn_back_hopper_meta meta(smem_ptr + L::meta + 16 * ring.stage);
-        const int states = meta.get(meta.x.z);
-        if (states < 0) {
-            break;
-        }
+    while (reader.tile()) {
+        const fattn_back_hopper_ring<stages> ring = reader.ring;
+        reader.wait();
+        reader.peek();
         float X[32]; // S, then P; dP, then dS
         if constexpr (!first) {
             hopper_barrier_wait(smem + L::full2 + 8 * ring.stage, ring.parity);
@@ -243,9 +231,9 @@ static __device__ __forceinline__ void fattn_back_hopper_keys_256_half(
         const uint32_t full_p  = smem + L::bars + 8 * pair.stage;
         const uint32_t empty_p = smem + L::bars + 16 + 8 * pair.stage;
         if constexpr (first) {
-            if ((states & 3) != FATTN_BACK_TILE_FULL) {
-                const int lhead = meta.get(meta.x.x);
-                fattn_back_hopper_mask<true>(X, p, lhead, t0, meta.get(meta.x.y), sc);
+            if (reader.state(0) != FATTN_BACK_TILE_FULL) {
+                const fattn_back_hopper_meta meta = reader.meta();
+                fattn_back_hopper_mask<true, true>(X, p, reader.state(0), meta.mask, meta.head, t0, meta.tile, sc);
             }
             fattn_back_hopper_probs_t(X, sc, col_stat);
             hopper_barrier_wait(empty_p, pair.parity ^ 1);
@@ -268,13 +256,14 @@ static __device__ __forceinline__ void fattn_back_hopper_keys_256_half(
             hopper_barrier_arrive(empty_p);
             fattn_back_hopper_operand(X16, X);
             if constexpr (ds) {
-                const float weight = __int_as_float(meta.get(meta.x.w));
+                const fattn_back_hopper_meta meta = reader.meta();
+                const float weight                = p.weight[p.unit0 * p.a.G + meta.head] / p.scale[p.unit0 + unit].w; // of the head's dS as an operand of dQ
                 uint32_t x[16];
 #pragma unroll
                 for (int i = 0; i < 16; ++i) {
                     x[i] = weight == 1.0f ? X16[i] : hopper_pack(X[2 * i] * weight, X[2 * i + 1] * weight);
                 }
-                char * dst = fattn_back_hopper_ds(p, meta.get(meta.x.x), meta.get(meta.x.y), t0) + (warp * 16 + lane / 4) * 128;
+                char * dst = fattn_back_hopper_ds(p, meta.head, meta.tile, t0) + (warp * 16 + lane / 4) * 128;
 #pragma unroll
                 for (int r = 0; r < 2; ++r) {
 #pragma unroll
@@ -297,7 +286,7 @@ static __device__ __forceinline__ void fattn_back_hopper_keys_256_half(
         }
 
         prev = ring.stage;
-        ring.next();
+        reader.next();
     }
     hopper_wgmma_wait<0>();
     hopper_pin(X16);
@@ -336,12 +325,16 @@ static __global__ void __launch_bounds__(3 * 128, 1) flash_attn_back_hopper_keys
     const int wg = __shfl_sync(0xFFFFFFFF, threadIdx.x / 128, 0); // uniform for the compiler, too
 
     if (wg == 2) {
-        hopper_registers_dec<hilo ? 56 : 24>();
-        if (threadIdx.x / 32 == 8) {
-            fattn_back_hopper_produce_keys<L>(p, smem_ptr, unit, t0, fattn_back_hopper_last_key(p));
+        hopper_registers_dec<hilo ? 56 : fattn_back_hopper_regs_fill<D>>();
+        if (threadIdx.x == 2 * 128) {
+            fattn_back_hopper_load_keys<L>(p, smem, 0, unit, t0);
         }
+        fattn_back_hopper_fill<L>([&](auto filler) {
+            filler.fill_queries(p, smem_ptr, unit, t0);
+            filler.announce(smem_ptr, 0);
+        });
     } else {
-        hopper_registers_inc<hilo ? 224 : 240>();
+        hopper_registers_inc<hilo ? 224 : fattn_back_hopper_regs<D>>();
         if (wg == 0) {
             fattn_back_hopper_keys_256_half<L, D, hilo, ds, true>(p, smem_ptr, unit, t0);
         } else {
@@ -396,11 +389,17 @@ static __global__ void __launch_bounds__(3 * 128, 1) flash_attn_back_hopper_dq(c
     fattn_back_hopper_ring<stages> ring;
 
     if (wg == 2) {
-        hopper_registers_dec<24>();
+        hopper_registers_dec<fattn_back_hopper_regs_fill<D>>();
         if (threadIdx.x / 32 == 8) {
             const int first = fattn_back_hopper_share(p, split, p.nsplits_dq);
             const int last  = fattn_back_hopper_share(p, split + 1, p.nsplits_dq);
-            fattn_back_hopper_walk<false, FATTN_BACK_HOPPER_DQ_TILES, 1>(p, 0, t0, end, first, last, [&](const int t, const uint32_t states) {
+            uint32_t rows[FATTN_BACK_HOPPER_DQ_TILES];
+#pragma unroll
+            for (int w = 0; w < FATTN_BACK_HOPPER_DQ_TILES; ++w) {
+                rows[w] = t0 + w < end ? fattn_back_hopper_mask_row(p, fattn_back_hopper_mask_index(p, (t0 + w) / p.QT), (t0 + w) % p.QT) : 0;
+            }
+            const auto get = [&](const int t, const int w) { return t0 + w < end ? fattn_back_hopper_get_tile(p, rows[w], t) : FATTN_BACK_TILE_SKIP; };
+            fattn_back_hopper_walk<FATTN_BACK_HOPPER_DQ_TILES, 1>(first, last, get, [&](const int t, const uint32_t states, uint32_t) {
                 if (threadIdx.x % 32 == 0) {
                     const uint32_t full = smem + L::full + 8 * ring.stage;
                     const uint32_t dst  = smem + ring.stage * L::stage;
@@ -426,7 +425,7 @@ static __global__ void __launch_bounds__(3 * 128, 1) flash_attn_back_hopper_dq(c
             }
         }
     } else {
-        hopper_registers_inc<240>();
+        hopper_registers_inc<fattn_back_hopper_regs<D>>();
         float own[D / 2];
         float shared[D / 4];
 #pragma unroll
@@ -486,8 +485,8 @@ static __global__ void __launch_bounds__(3 * 128, 1) flash_attn_back_hopper_dq(c
 #endif // defined(__CUDA_ARCH_FEAT_SM90_ALL)
 }
 
-// dQ. Grid: lists of a band, shares of the keys of blocks of nwg query tiles, the last ones
-// first, bands. Block: nwg warpgroups with 64 queries each, then the producer.
+// dQ. An item is nwg query tiles and a share of the keys. Grid: as many blocks as the device holds at a time, each takes one item after the other.
+// Block: nwg warpgroups with 64 queries each, then the producer.
 template <int D, int nwg, int n1, int n2, bool hilo>
 static __global__ void __launch_bounds__((nwg + 1) * 128, 1) flash_attn_back_hopper_queries(
     const __grid_constant__ fattn_back_hopper_params p) {
@@ -495,124 +494,154 @@ static __global__ void __launch_bounds__((nwg + 1) * 128, 1) flash_attn_back_hop
     using L = fattn_back_hopper_smem<D, nwg, n1, n2, hilo>;
     extern __shared__ __align__(1024) char smem_ptr[];
     const uint32_t smem = hopper_smem(smem_ptr);
-    const int list      = blockIdx.z * p.band_q + blockIdx.x;
-    const int unit      = list * p.heads_q / p.a.G;
-    if (unit >= p.units || fattn_back_hopper_large(p, unit) != hilo) {
+    if (!fattn_back_hopper_any(p, [&](const int unit) { return fattn_back_hopper_large(p, unit) == hilo; })) {
         return;
     }
     fattn_back_hopper_init<L>(smem, 128 * nwg);
     hopper_barrier_init_done();
     __syncthreads();
-    const int split = blockIdx.y % p.nsplits_dq;
-    const int end   = (list + 1) * p.heads_q * p.QT;
-    const int t0    = list * p.heads_q * p.QT + (gridDim.y - 1 - blockIdx.y) / p.nsplits_dq * nwg;
-    const int wg    = __shfl_sync(0xFFFFFFFF, threadIdx.x / 128, 0);
+    const int wg = __shfl_sync(0xFFFFFFFF, threadIdx.x / 128, 0);
 
     if (wg == nwg) {
         if constexpr (nwg > 1) {
-            hopper_registers_dec<24>();
+            hopper_registers_dec<fattn_back_hopper_regs_fill<D / 2>>();
         }
-        if (threadIdx.x / 32 == 4 * nwg) {
-            fattn_back_hopper_produce_dq<L>(p, smem_ptr, unit, t0, end, fattn_back_hopper_share(p, split, p.nsplits_dq),
-                fattn_back_hopper_share(p, split + 1, p.nsplits_dq));
-        }
+        fattn_back_hopper_fill<L>([&](auto filler) {
+            fattn_back_hopper_take<filler.leads>(p, (int *) (smem_ptr + L::slots), [&](const int i) {
+                const fattn_back_hopper_item_q item(p, i, nwg, p.nsplits_dq);
+                if (fattn_back_hopper_large(p, item.unit) == hilo) {
+                    filler.announce(smem_ptr, i);
+                    filler.template fill_keys<1>(p, smem_ptr, item, p.nsplits_dq);
+                }
+            });
+            filler.announce(smem_ptr, p.items.count());
+        });
         return;
     }
     if constexpr (nwg > 1) {
-        hopper_registers_inc<240>();
+        hopper_registers_inc<fattn_back_hopper_regs<D / 2>>();
     }
-    const float4 scale  = p.scale[p.unit0 + unit];
-    const float sc      = fattn_back_hopper_unit(p, scale);
     const uint32_t own1 = smem + L::own1 + wg * L::tile1;
     const uint32_t own2 = smem + L::own2 + wg * L::tile;
     const int row       = (threadIdx.x % 128) / 32 * 16 + (threadIdx.x % 32) / 4; // and row + 8
-    const int tile      = min(t0 + wg, end - 1);
-    const int lhead     = tile / p.QT;
-    const int qt        = tile % p.QT;
-    const float4 * rows = p.rows + (int64_t) tile * FATTN_BACK_HOPPER_ROWS + row;
-
-    float dQ[D / 2];
-#pragma unroll
-    for (float & x : dQ) {
-        x = 0.0f;
-    }
-    uint32_t dS16[16];
-    float nlse[2];
-    float D_i[2];
-    const float * stat = p.stat + (int64_t) tile * 2 * FATTN_BACK_HOPPER_ROWS + row;
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-        // dQ's rows need no common weight, which would cost the short ones bits
-        nlse[r] = stat[8 * r] - fattn_back_hopper_shift(scale, rows[8 * r]) + FATTN_BACK_HOPPER_SHIFT_P;
-        D_i[r]  = stat[8 * r + FATTN_BACK_HOPPER_ROWS];
-    }
-
-    fattn_back_hopper_ring<n1> ring1;
+    fattn_back_hopper_reader<L> reader(smem_ptr);
     fattn_back_hopper_ring<n2> ring2;
-    hopper_barrier_wait(smem + L::own, 0);
     fattn_back_hopper_turns<(D == 128 && nwg == 2)> turns(wg);
-    int prev1 = -1;
-    while (true) {
-        hopper_barrier_wait(smem + L::full1 + 8 * ring1.stage, ring1.parity);
-        const fattn_back_hopper_meta meta(smem_ptr + L::meta + 16 * ring1.stage);
-        const int states = meta.get(meta.x.z);
-        if (states < 0) {
-            break;
+
+    const auto take = [&]() { // the item that the ring tells of; its Q and dO are asked for as soon as no product reads the last one's
+        const int next = reader.item();
+        if (next < p.items.count()) {
+            hopper_named_sync<128>(3 + wg);
+            if (threadIdx.x % 128 == 0) {
+                const fattn_back_hopper_item_q item(p, next, nwg, p.nsplits_dq);
+                const int64_t i    = min(item.t0 + wg, item.end - 1);
+                const uint32_t own = smem + L::own + 8 * wg;
+                hopper_barrier_expect(own, L::tile1 + L::tile);
+                hopper_load(own1, (const char *) p.q + i * L::tile1, L::tile1, own);
+                hopper_load(own2, (const char *) p.dO + i * L::tile, L::tile, own);
+            }
         }
-        float S[32];
-        float dP[32];
-        turns.take();
-        fattn_back_hopper_product<D, hilo>(S, own1, smem + L::ring1 + ring1.stage * L::tile1);
-        hopper_wgmma_wait<1>(); // dQ of the previous tile
+        hopper_barrier_wait(smem + L::full2 + 8 * ring2.stage, ring2.parity);
+        hopper_barrier_arrive(smem + L::empty1 + 8 * reader.ring.stage);
+        hopper_barrier_arrive(smem + L::empty2 + 8 * ring2.stage);
+        ring2.next();
+        reader.ahead = 0;
+        return next;
+    };
+    int i = take();
+    for (uint32_t parity = 0; hopper_any(i < p.items.count()); parity ^= 1) {
+        reader.next();
+        const fattn_back_hopper_item_q item(p, i, nwg, p.nsplits_dq);
+        const float4 scale  = p.scale[p.unit0 + item.unit];
+        const float sc      = fattn_back_hopper_unit(p, scale);
+        const int tile      = min(item.t0 + wg, item.end - 1);
+        const int lhead     = tile / p.QT;
+        const int qt        = tile % p.QT;
+        const float4 * rows = p.rows + (int64_t) tile * FATTN_BACK_HOPPER_ROWS + row;
+
+        float dQ[D / 2];
+#pragma unroll
+        for (float & x : dQ) {
+            x = 0.0f;
+        }
+        uint32_t dS16[16];
+        float nlse[2];
+        float D_i[2];
+        const float * stat = p.stat + (int64_t) tile * 2 * FATTN_BACK_HOPPER_ROWS + row;
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            // dQ's rows need no common weight, which would cost the short ones bits
+            nlse[r] = stat[8 * r] - fattn_back_hopper_shift(scale, rows[8 * r]) + FATTN_BACK_HOPPER_SHIFT_P;
+            D_i[r]  = stat[8 * r + FATTN_BACK_HOPPER_ROWS];
+        }
+        hopper_barrier_wait(smem + L::own + 8 * wg, parity);
+
+        int prev1 = -1;
+        while (reader.tile()) {
+            const int stage = reader.ring.stage;
+            float S[32];
+            float dP[32];
+            reader.wait();
+            reader.peek();
+            turns.take();
+            fattn_back_hopper_product<D, hilo>(S, own1, smem + L::ring1 + stage * L::tile1);
+            hopper_wgmma_wait<1>(); // dQ of the previous tile
+            hopper_pin(dS16);
+            if (n1 > 1 && prev1 >= 0) {
+                hopper_barrier_arrive(smem + L::empty1 + 8 * prev1);
+            }
+            hopper_barrier_wait(smem + L::full2 + 8 * ring2.stage, ring2.parity);
+            fattn_back_hopper_product<D, false>(dP, own2, smem + L::ring2 + ring2.stage * L::tile);
+            turns.pass();
+
+            hopper_wgmma_wait<1>(); // S
+            hopper_pin(S);
+            if (reader.state(wg) != FATTN_BACK_TILE_FULL) {
+                fattn_back_hopper_mask<false, (D > 128)>(
+                    S, p, reader.state(wg), fattn_back_hopper_mask_index(p, lhead), lhead, qt, reader.meta().tile, sc);
+            }
+#pragma unroll
+            for (int i = 0; i < 32; ++i) {
+                S[i] = hopper_exp2(fmaf(S[i], sc, nlse[i % 4 / 2]));
+            }
+            hopper_wgmma_wait<0>();
+            hopper_pin(dP);
+            hopper_barrier_arrive(smem + L::empty2 + 8 * ring2.stage);
+#pragma unroll
+            for (int i = 0; i < 32; ++i) {
+                dP[i] = S[i] * (dP[i] - D_i[i % 4 / 2]);
+            }
+            fattn_back_hopper_operand(dS16, dP);
+            fattn_back_hopper_accumulate(dQ, dS16, smem + L::ring1 + stage * L::tile1);
+            if constexpr (hilo) {
+                fattn_back_hopper_accumulate(dQ, dS16, smem + L::ring1 + stage * L::tile1 + L::tile);
+            }
+            if constexpr (n1 == 1) {
+                hopper_wgmma_wait<0>();
+                hopper_barrier_arrive(smem + L::empty1);
+            }
+            prev1 = stage;
+            reader.next();
+            ring2.next();
+        }
+        hopper_wgmma_wait<0>();
+        hopper_pin(dQ);
         hopper_pin(dS16);
         if (n1 > 1 && prev1 >= 0) {
             hopper_barrier_arrive(smem + L::empty1 + 8 * prev1);
         }
-        hopper_barrier_wait(smem + L::full2 + 8 * ring2.stage, ring2.parity);
-        fattn_back_hopper_product<D, false>(dP, own2, smem + L::ring2 + ring2.stage * L::tile);
-        turns.pass();
-
-        hopper_wgmma_wait<1>(); // S
-        hopper_pin(S);
-        if ((states >> 2 * wg & 3) != FATTN_BACK_TILE_FULL) {
-            fattn_back_hopper_mask<false>(S, p, lhead, qt, meta.get(meta.x.y), sc);
-        }
+        const float weight[2] = { rows[0].z, rows[8].z };
+        i                     = take();
 #pragma unroll
-        for (int i = 0; i < 32; ++i) {
-            S[i] = hopper_exp2(fmaf(S[i], sc, nlse[i % 4 / 2]));
+        for (int r = 0; r < 2; ++r) {
+            const int q = qt * FATTN_BACK_HOPPER_ROWS + row + 8 * r;
+            if (item.t0 + wg < item.end && q < p.a.N) {
+                const float factor = p.a.scale / scale.y / scale.z / weight[r] / (1 << FATTN_BACK_HOPPER_SHIFT_P);
+                fattn_back_hopper_store_dq<D>(p, dQ, factor, r, lhead, item.split, q, 0);
+            }
         }
-        hopper_wgmma_wait<0>();
-        hopper_pin(dP);
-        hopper_barrier_arrive(smem + L::empty2 + 8 * ring2.stage);
-#pragma unroll
-        for (int i = 0; i < 32; ++i) {
-            dP[i] = S[i] * (dP[i] - D_i[i % 4 / 2]);
-        }
-        fattn_back_hopper_operand(dS16, dP);
-        fattn_back_hopper_accumulate(dQ, dS16, smem + L::ring1 + ring1.stage * L::tile1);
-        if constexpr (hilo) {
-            fattn_back_hopper_accumulate(dQ, dS16, smem + L::ring1 + ring1.stage * L::tile1 + L::tile);
-        }
-        if constexpr (n1 == 1) {
-            hopper_wgmma_wait<0>();
-            hopper_barrier_arrive(smem + L::empty1);
-        }
-        prev1 = ring1.stage;
-        ring1.next();
-        ring2.next();
     }
     turns.end();
-    hopper_wgmma_wait<0>();
-    hopper_pin(dQ);
-    hopper_pin(dS16);
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-        const int q = qt * FATTN_BACK_HOPPER_ROWS + row + 8 * r;
-        if (t0 + wg < end && q < p.a.N) {
-            const float factor = p.a.scale / scale.y / scale.z / rows[8 * r].z / (1 << FATTN_BACK_HOPPER_SHIFT_P);
-            fattn_back_hopper_store_dq<D>(p, dQ, factor, r, lhead, split, q, 0);
-        }
-    }
 #else
     GGML_UNUSED_VARS(p);
     NO_DEVICE_CODE;

@@ -21,6 +21,12 @@
 
 #define FATTN_BACK_HOPPER_ROWS 64 // rows of a tile
 
+// registers of a thread of the warpgroups that own tiles, nsums of them for sums, and of the third, which fills the rings: 504 of the three together
+template <int nsums>
+static constexpr int fattn_back_hopper_regs = nsums >= 128 ? 240 : 232;
+template <int nsums>
+static constexpr int fattn_back_hopper_regs_fill = 504 - 2 * fattn_back_hopper_regs<nsums>;
+
 #define FATTN_BACK_HOPPER_SHIFT_P 8 // P is an operand times 2^8; with |dP| <= 2^8 dS stays finite
 #define FATTN_BACK_HOPPER_SHIFT_E 2 // E likewise
 #define FATTN_BACK_HOPPER_LAZY    4.0f // the running maximum may lag by this power of two
@@ -32,6 +38,25 @@
 #define FATTN_BACK_HOPPER_FLAT 1024.0f
 
 #define FATTN_BACK_HOPPER_LOG2E 1.4426950408889634f
+
+// The work of a launch: lists of tiles in blocks, in the order [bands][blocks][lists of a band]. Each multiprocessor takes the next item when it has
+// done one, so that the long items come first and the short ones fill up.
+struct fattn_back_hopper_items {
+    int nlists;  // of queries: heads_q heads; of keys: units
+    int nblocks; // of a list
+    int band;    // lists of a band
+
+    __host__ __device__ int count() const {
+        return nlists * nblocks;
+    }
+    __device__ __forceinline__ void get(const int item, int & list, int & block) const {
+        const int first = item / (band * nblocks) * band;
+        const int i     = item - first * nblocks;
+        const int n     = min(band, nlists - first);
+        list            = first + i % n;
+        block           = i / n;
+    }
+};
 
 // A unit is a (sequence, KV head); [units] counts from unit0.
 struct fattn_back_hopper_params {
@@ -62,13 +87,15 @@ struct fattn_back_hopper_params {
     half * q;          // [units*G][QT] tiles of Q*scale
     half * dO;         // dO, every row with its own power of two
     float4 * rows;     // [units*G][64*QT] Q . mean(K), dO . mean(V), power of two of dO, dO16 . Ot of a given O
-    uint32_t * large;  // [S*Hkv] the largest |log2(e)*x| that matters in a row, as the bits of a float
+    uint32_t * large;  // [S*Hkv] the largest |log2(e)*x| that matters in a row, as the bits of a float; 0 where none is large
     uint32_t * known;  // [S*Hkv] whether LSE and O are those that the forward has left
     float * stat;      // [units*G][QT][2][64] -LSE and D as the operands see them: centred, log2, and with 2^8 and the weight that
                        // makes up for dO's powers of two
 
-    int nsplits;    // shares of the keys among blocks of forward
-    int nsplits_dq; // the same of queries and dq
+    int nsplits;      // shares of the keys among blocks of forward
+    int nsplits_dq;   // the same of queries and dq
+    uint32_t * taken; // items that the blocks of a launch have taken, 0 between launches
+    fattn_back_hopper_items items; // of the launch
     float * sums;   // [units*G][nsplits][3][64*QT] maximum, sum of E16, and D; NULL where a block has all keys of its rows
     float * planes; // [units*G][nsplits][64*QT][D] O of a share; [units*G][nsplits_dq][64*QT][D] dQ of a share
 };
@@ -86,7 +113,9 @@ static __device__ __forceinline__ bool fattn_back_hopper_large(const fattn_back_
     return __uint_as_float(p.large[p.unit0 + unit]) > FATTN_BACK_HOPPER_LARGE;
 }
 static __device__ __forceinline__ void fattn_back_hopper_note(const fattn_back_hopper_params & p, const int unit, const float x) {
-    atomicMax(p.large + p.unit0 + unit, __float_as_uint(x)); // the order does not matter
+    if (x > FATTN_BACK_HOPPER_LARGE) {
+        atomicMax(p.large + p.unit0 + unit, __float_as_uint(x)); // the order does not matter
+    }
 }
 
 // whether LSE and D of a unit must be formed
@@ -94,14 +123,24 @@ static __device__ __forceinline__ bool fattn_back_hopper_unknown(const fattn_bac
     return p.a.O != nullptr || p.known[p.unit0 + unit] == 0;
 }
 
-static __device__ __forceinline__ uint32_t fattn_back_hopper_get_tile(
-    const fattn_back_hopper_params & p, const int lhead, const int qt, const int kt) {
+// index of a head's mask among [mask_nseqs][mask_nheads]
+static __device__ __forceinline__ int fattn_back_hopper_mask_index(const fattn_back_hopper_params & p, const int lhead) {
+    return p.mask.tiles == nullptr ? 0 : fattn_back_hopper_seq(p, lhead) % p.a.mask_nseqs * p.a.mask_nheads + fattn_back_hopper_head(p, lhead) % p.a.mask_nheads;
+}
+
+// Where in the mask's table the tile of a query tile and the first key tile is; it has fewer than 2^32
+static __device__ __forceinline__ uint32_t fattn_back_hopper_mask_row(const fattn_back_hopper_params & p, const int mask, const int qt) {
+    return ((uint32_t) mask * p.mask.nqt + qt) * p.mask.nkt;
+}
+
+// its state there
+static __device__ __forceinline__ uint32_t fattn_back_hopper_get_tile(const fattn_back_hopper_params & p, const uint32_t row, const int kt) {
     if (p.mask.tiles == nullptr) {
         const int nkeys = p.a.M - kt * FATTN_BACK_HOPPER_ROWS;
         return nkeys <= 0 ? FATTN_BACK_TILE_SKIP : nkeys < FATTN_BACK_HOPPER_ROWS ? FATTN_BACK_TILE_MIXED
                                                                                   : FATTN_BACK_TILE_FULL;
     }
-    return p.mask.row(p.a, fattn_back_hopper_head(p, lhead), fattn_back_hopper_seq(p, lhead), qt)[kt];
+    return p.mask.tiles[row + kt];
 }
 
 // first key tile of keys: of the window, or of those in the workspace
@@ -130,6 +169,45 @@ static __device__ __forceinline__ float * fattn_back_hopper_plane(
     return p.planes + (((int64_t) lhead * n + plane) * FATTN_BACK_HOPPER_ROWS * p.QT + q) * D;
 }
 
+// key tiles in the workspace that the window touches
+static int fattn_back_hopper_window(const fattn_back_hopper_params & p) {
+    if (p.a.kv_count == 0 || (p.a.dK == nullptr && p.a.dV == nullptr)) {
+        return 0;
+    }
+    const int first = std::max(p.a.kv_first / FATTN_BACK_HOPPER_ROWS, p.kt0);
+    const int last  = std::min((p.a.kv_first + p.a.kv_count - 1) / FATTN_BACK_HOPPER_ROWS, p.kt0 + p.kts - 1);
+    return std::max(0, last - first + 1);
+}
+
+// of forward and queries: blocks of nwg query tiles, the last ones first, times shares of the keys
+static fattn_back_hopper_items fattn_back_hopper_items_q(
+    const fattn_back_hopper_params & p, const int nwg, const int nsplits) {
+    return { p.units * (p.a.G / p.heads_q), (p.heads_q * p.QT + nwg - 1) / nwg * nsplits, p.band_q };
+}
+
+// of keys: blocks of nwg key tiles of the window
+static fattn_back_hopper_items fattn_back_hopper_items_k(const fattn_back_hopper_params & p, const int nwg) {
+    return { p.units, (fattn_back_hopper_window(p) + nwg - 1) / nwg, p.band_k };
+}
+
+// An item of forward or queries: own tiles t0, t0 + 1, .. before end, of a unit; a share of its keys.
+struct fattn_back_hopper_item_q {
+    int unit;
+    int t0;
+    int end;
+    int split;
+
+    __device__ __forceinline__ fattn_back_hopper_item_q(const fattn_back_hopper_params & p, const int item, const int nwg, const int nsplits) {
+        int list;
+        int block;
+        p.items.get(item, list, block);
+        unit  = list * p.heads_q / p.a.G;
+        end   = (list + 1) * p.heads_q * p.QT;
+        t0    = list * p.heads_q * p.QT + (p.items.nblocks - 1 - block) / nsplits * nwg;
+        split = block % nsplits;
+    }
+};
+
 // dS is an operand of a tile of its own. A thread's values of a row are adjacent there: 8j + 2c + i is column 32(j/4) + 8c + 2(j%4) + i.
 #define FATTN_BACK_HOPPER_DS (FATTN_BACK_HOPPER_ROWS * FATTN_BACK_HOPPER_ROWS * 2) // bytes
 
@@ -156,8 +234,9 @@ struct fattn_back_hopper_smem {
     static constexpr int extra   = ring2 + n2 * tile;
     static constexpr int stat    = extra + extra_bytes;
     static constexpr int meta    = stat + n1 * 2 * FATTN_BACK_HOPPER_ROWS * 4;
-    static constexpr int own     = meta + n1 * 16; // own tiles are here
-    static constexpr int full1   = own + 8;
+    static constexpr int slots   = meta + n1 * 16; // items asked for
+    static constexpr int own     = slots + 8;      // own tiles are here, a barrier a warpgroup
+    static constexpr int full1   = own + nwg * 8;
     static constexpr int empty1  = full1 + n1 * 8;
     static constexpr int full2   = empty1 + n1 * 8;
     static constexpr int empty2  = full2 + n2 * 8;
@@ -189,7 +268,9 @@ struct fattn_back_hopper_ring {
 template <typename L>
 static __device__ __forceinline__ void fattn_back_hopper_init(const uint32_t smem, const int nthreads) {
     if (threadIdx.x == 0) {
-        hopper_barrier_init(smem + L::own, 1);
+        for (int i = 0; i < L::groups; ++i) {
+            hopper_barrier_init(smem + L::own + 8 * i, 1);
+        }
         for (int i = 0; i < L::stages1; ++i) {
             hopper_barrier_init(smem + L::full1 + 8 * i, 1);
             hopper_barrier_init(smem + L::empty1 + 8 * i, nthreads);
@@ -201,24 +282,45 @@ static __device__ __forceinline__ void fattn_back_hopper_init(const uint32_t sme
     }
 }
 
-// Calls f(t, states) for the tiles t, or runs of kn tiles from t on, in [first, last) that some of the own tiles t0, .. t0 + n - 1 before end
-// sees, in order; states: two bits a pair of tiles, those of an own tile together. keys: the own tiles are keys, seen by the head; else
-// they are of [units*G][QT].
-template <bool keys, int n, int kn, typename F>
-static __device__ __forceinline__ void fattn_back_hopper_walk(
-    const fattn_back_hopper_params & p, const int lhead, const int t0, const int end, const int first, const int last, F f) {
+// whether a unit of the launch satisfies f; for all threads of a block
+template <typename F>
+static __device__ __forceinline__ bool fattn_back_hopper_any(const fattn_back_hopper_params & p, F f) {
+    bool any = false;
+    for (int unit = threadIdx.x; unit < p.units; unit += blockDim.x) {
+        any = any || f(unit);
+    }
+    return __syncthreads_or(any);
+}
+
+// Calls f(item) for the items that this block takes, in both warps that fill the rings; leader: in the first of them. Every block asks in vain once,
+// so that the count of those taken ends as 0.
+template <bool leader, typename F>
+static __device__ __forceinline__ void fattn_back_hopper_take(const fattn_back_hopper_params & p, int * slots, F f) {
+    const int nitems = p.items.count();
+    int item         = blockIdx.x;
+    for (int i = 0; hopper_any(item < nitems); i ^= 1) {
+        f(item);
+        if (leader && threadIdx.x % 32 == 0) {
+            slots[i] = gridDim.x + atomicInc(p.taken, nitems - 1);
+        }
+        hopper_named_sync<64>(5);
+        item = slots[i];
+    }
+}
+
+// Calls f(t, states, next) for the tiles t, or runs of kn tiles from t on, in [first, last) that some of n own tiles sees, in order; get(t, w) is the state
+// of tile t for the w-th, states has two bits a pair of tiles, those of an own tile together; next: those of the following tile, 0 where not known yet.
+template <int n, int kn, typename G, typename F>
+static __device__ __forceinline__ void fattn_back_hopper_walk(const int first, const int last, G get, F f) {
     for (int base = first; base < last; base += 32 * kn) {
         const int t     = base + threadIdx.x % 32 * kn;
         uint32_t states = 0;
 #pragma unroll
         for (int w = 0; w < n; ++w) {
-            const int own = t0 + w;
 #pragma unroll
             for (int j = 0; j < kn; ++j) {
-                if (t + j < last && own < end) {
-                    const uint32_t state =
-                        keys ? fattn_back_hopper_get_tile(p, lhead, t + j, own) : fattn_back_hopper_get_tile(p, own / p.QT, own % p.QT, t + j);
-                    states |= state << 2 * (w * kn + j);
+                if (t + j < last) {
+                    states |= get(t + j, w) << 2 * (w * kn + j);
                 }
             }
         }
@@ -226,7 +328,8 @@ static __device__ __forceinline__ void fattn_back_hopper_walk(
         while (todo != 0) {
             const int b = __ffs(todo) - 1;
             todo &= todo - 1;
-            f(base + b * kn, __shfl_sync(0xFFFFFFFF, states, b));
+            const uint32_t next = __shfl_sync(0xFFFFFFFF, states, __ffs(todo) - 1);
+            f(base + b * kn, __shfl_sync(0xFFFFFFFF, states, b), todo != 0 ? next : 0);
         }
     }
 }
@@ -307,33 +410,49 @@ static __device__ __forceinline__ void fattn_back_hopper_operand(uint32_t (&a)[1
     }
 }
 
-// S += mask of a tile over sc, what S is multiplied by to be in units of log2; -inf for pairs beyond the end. Returns the largest |S| that got a
-// finite bias.
-template <bool keys>
-static __device__ __forceinline__ float fattn_back_hopper_mask(
-    float (&S)[32], const fattn_back_hopper_params & p, const int lhead, const int t_own, const int t_streamed, const float sc) {
-    const int lane    = threadIdx.x % 32;
-    const int own0    = t_own * FATTN_BACK_HOPPER_ROWS + (threadIdx.x % 128) / 32 * 16 + lane / 4;
-    const int str0    = t_streamed * FATTN_BACK_HOPPER_ROWS + 2 * (lane % 4);
-    const int h       = fattn_back_hopper_head(p, lhead);
-    const int s       = fattn_back_hopper_seq(p, lhead);
-    const char * mask = p.a.mask;
-    if (mask != nullptr) {
-        mask += (s % p.a.mask_nseqs) * p.a.mask_nb_seq + (h % p.a.mask_nheads) * p.a.mask_nb_head;
+// S += mask of a tile over sc, what S is multiplied by to be in units of log2; -inf for pairs beyond the end and where state is SKIP. mask: the head's.
+// Returns the largest |S| that got a finite bias. few: there are registers for few loads at a time.
+template <bool keys, bool few>
+static __device__ __forceinline__ float fattn_back_hopper_mask(float (&S)[32], const fattn_back_hopper_params & p, const uint32_t state, const int mask,
+    const int lhead, const int t_own, const int t_streamed, const float sc) {
+    const int row    = (threadIdx.x % 128) / 32 * 16 + threadIdx.x % 32 / 4; // and row + 8
+    const int col    = 2 * (threadIdx.x % 4);
+    bool known       = state == FATTN_BACK_TILE_SKIP; // whether bits tell all
+    uint64_t bits[2] = { 0, 0 };                      // of the rows, what they see
+    if (!known && p.mask.tiles != nullptr) {
+        const int slot       = p.mask.slot(mask, keys ? t_streamed : t_own, keys ? t_own : t_streamed);
+        const uint64_t * src = p.mask.bits + (int64_t) slot * 2 * FATTN_BACK_HOPPER_ROWS + (keys ? FATTN_BACK_HOPPER_ROWS : 0) + row;
+        known                = p.mask.slots[slot] == (keys ? t_own : t_streamed);
+        bits[0]              = src[0] >> col;
+        bits[1]              = src[8] >> col;
+    }
+    const int own0   = t_own * FATTN_BACK_HOPPER_ROWS + row;
+    const int str0   = t_streamed * FATTN_BACK_HOPPER_ROWS + col;
+    const char * src = p.a.mask;
+    if (src != nullptr && !known) {
+        src += mask / p.a.mask_nheads * p.a.mask_nb_seq + mask % p.a.mask_nheads * p.a.mask_nb_head;
     }
     // not 0, which times -inf is no number
-    const float per_unit = fmaxf(fattn_back_slope(p.a, h) * FATTN_BACK_HOPPER_LOG2E / sc, FLT_MIN);
+    const float per_unit = known ? 0.0f : fmaxf(fattn_back_slope(p.a, fattn_back_hopper_head(p, lhead)) * FATTN_BACK_HOPPER_LOG2E / sc, FLT_MIN);
     float largest        = 0.0f;
 #pragma unroll
     for (int i = 0; i < 32; ++i) {
-        const int own = own0 + (i % 4) / 2 * 8;
-        const int str = str0 + i / 4 * 8 + i % 2;
-        const int q   = keys ? str : own;
-        const int key = keys ? own : str;
-        float x       = -INFINITY;
-        if (q < p.a.N && key < p.a.M) {
-            const char * src = mask + q * p.a.mask_nb_row + key * (int64_t) sizeof(half);
-            x                = mask == nullptr ? 0.0f : per_unit * __half2float(*(const half *) src);
+        const int r    = i % 4 / 2;
+        const int c    = i / 4 * 8 + i % 2;
+        const int q    = keys ? str0 + c : own0 + 8 * r;
+        const int key  = keys ? own0 + 8 * r : str0 + c;
+        const char * y = src + q * p.a.mask_nb_row + key * (int64_t) sizeof(half);
+        float x        = (bits[r] >> c & 1) != 0 ? 0.0f : -INFINITY;
+        if constexpr (few) {
+            if (!known && q < p.a.N && key < p.a.M) {
+                x = src == nullptr ? 0.0f : per_unit * __half2float(*(const half *) y);
+            } else if (!known) {
+                x = -INFINITY;
+            }
+        } else {
+            const bool in = !known && q < p.a.N && key < p.a.M;
+            x             = in ? 0.0f : x;
+            x += per_unit * __half2float(hopper_load_half(y, in && src != nullptr));
         }
         largest = fmaxf(largest, x == 0.0f || x == -INFINITY ? 0.0f : fabsf(S[i]));
         S[i] += x;
@@ -353,15 +472,58 @@ static __device__ __forceinline__ float fattn_back_hopper_quad_max(float x) {
     return x;
 }
 
-// What a streamed tile is: head, index, states, weight of dS. One lane reads for the warp: shared memory answers late while wgmma reads from it.
+// What a stage of the first ring holds. Shared memory answers late while wgmma reads from it, so what a step needs is read a step ahead.
 struct fattn_back_hopper_meta {
-    int4 x;
+    int head;   // of the queries, or an item's number
+    int tile;   // the first of the run
+    int states; // and from bit 8 on those of the next stage, 0 where they are in that stage only; -1: a number and no tile
+    int mask;   // the head's
+};
 
-    __device__ __forceinline__ explicit fattn_back_hopper_meta(const char * src) {
-        x = threadIdx.x % 32 == 0 ? *(const int4 *) src : make_int4(0, 0, 0, 0);
+// A warpgroup's place in the first ring
+template <typename L>
+struct fattn_back_hopper_reader {
+    const char * smem_ptr;
+    fattn_back_hopper_ring<L::stages1> ring;
+    int states;
+    int ahead; // of the stage, as read
+
+    __device__ __forceinline__ explicit fattn_back_hopper_reader(const char * smem_ptr) :
+        smem_ptr(smem_ptr) {
+        look();
     }
-    __device__ __forceinline__ int get(const int y) const {
-        return __shfl_sync(0xFFFFFFFF, y, 0);
+    __device__ __forceinline__ const fattn_back_hopper_meta & meta() const {
+        return *(const fattn_back_hopper_meta *) (smem_ptr + L::meta + 16 * ring.stage);
+    }
+    __device__ __forceinline__ void wait() const {
+        hopper_barrier_wait(hopper_smem(smem_ptr) + L::full1 + 8 * ring.stage, ring.parity);
+    }
+    // what the stage at hand holds, by waiting for it
+    __device__ __forceinline__ void look() {
+        wait();
+        states = __shfl_sync(0xFFFFFFFF, meta().states, 0);
+        states = states < 0 ? -1 : states & 0xFF;
+    }
+    // asks what the next one holds; the stage at hand is here
+    __device__ __forceinline__ void peek() {
+        ahead = hopper_load_int(hopper_smem(&meta().states));
+    }
+    // on to the next stage
+    __device__ __forceinline__ void next() {
+        ring.next();
+        states = __shfl_sync(0xFFFFFFFF, ahead, 0) >> 8;
+        if (states == 0) {
+            look();
+        }
+    }
+    __device__ __forceinline__ bool tile() const {
+        return states >= 0;
+    }
+    __device__ __forceinline__ uint32_t state(const int i) const {
+        return states >> 2 * i & 3;
+    }
+    __device__ __forceinline__ int item() const {
+        return __shfl_sync(0xFFFFFFFF, meta().head, 0);
     }
 };
 
@@ -394,50 +556,107 @@ static __device__ __forceinline__ void fattn_back_hopper_ds_t(float (&dP)[32], c
     }
 }
 
-// The producer warp of a block of keys: own tiles t0, t0 + 1, .. before end of K and V, then for the unit's heads the tiles of Q and dO that see
-// some of them, with the rows' statistics.
+// Own tile t of K and V of a unit for warpgroup wg, on its barrier; by one thread
 template <typename L>
-static __device__ __forceinline__ void fattn_back_hopper_produce_keys(
-    const fattn_back_hopper_params & p, char * smem_ptr, const int unit, const int t0, const int end) {
-    const uint32_t smem = hopper_smem(smem_ptr);
-    const int lane      = threadIdx.x % 32;
-    if (lane == 0) {
-        hopper_barrier_expect(smem + L::own, L::groups * (L::tile1 + L::tile));
-        for (int w = 0; w < L::groups; ++w) {
-            const int64_t i = (int64_t) unit * p.kts + min(t0 + w, end - 1) - p.kt0;
-            hopper_load(smem + L::own1 + w * L::tile1, (const char *) p.k + i * L::tile1, L::tile1, smem + L::own);
-            hopper_load(smem + L::own2 + w * L::tile, (const char *) p.v + i * L::tile, L::tile, smem + L::own);
+static __device__ __forceinline__ void fattn_back_hopper_load_keys(
+    const fattn_back_hopper_params & p, const uint32_t smem, const int wg, const int unit, const int t) {
+    const int64_t i    = (int64_t) unit * p.kts + min(t, fattn_back_hopper_last_key(p) - 1) - p.kt0;
+    const uint32_t own = smem + L::own + 8 * wg;
+    hopper_barrier_expect(own, L::tile1 + L::tile);
+    hopper_load(smem + L::own1 + wg * L::tile1, (const char *) p.k + i * L::tile1, L::tile1, own);
+    hopper_load(smem + L::own2 + wg * L::tile, (const char *) p.v + i * L::tile, L::tile, own);
+}
+
+// One of the two warps that fill a block's rings: i = 1 that of K, or of Q with its rows' statistics, and what the tiles are; i = 2 that of V or dO
+template <typename L, int i>
+struct fattn_back_hopper_filler {
+    static constexpr int nstat  = 2 * FATTN_BACK_HOPPER_ROWS * 4;
+    static constexpr bool leads = i == 1;
+
+    fattn_back_hopper_ring<i == 1 ? L::stages1 : L::stages2> ring;
+
+    // a stage without a tile: the number of the next item
+    __device__ __forceinline__ void announce(char * smem_ptr, const int item) {
+        if (threadIdx.x % 32 == 0) {
+            const uint32_t smem = hopper_smem(smem_ptr);
+            hopper_barrier_wait(smem + (i == 1 ? L::empty1 : L::empty2) + 8 * ring.stage, ring.parity ^ 1);
+            if (i == 1) {
+                *(fattn_back_hopper_meta *) (smem_ptr + L::meta + 16 * ring.stage) = { item, 0, -1, 0 };
+            }
+            hopper_barrier_arrive(smem + (i == 1 ? L::full1 : L::full2) + 8 * ring.stage);
+        }
+        __syncwarp();
+        ring.next();
+    }
+
+    // a stage of n tiles of 64 rows; stat: those of their rows, NULL without
+    __device__ __forceinline__ void fill(char * smem_ptr, const fattn_back_hopper_meta & meta, const void * tiles, const int n, const float * stat) {
+        constexpr int bytes = i == 1 ? L::tile1 : L::tile;
+        if (threadIdx.x % 32 == 0) {
+            const uint32_t smem = hopper_smem(smem_ptr);
+            const uint32_t full = smem + (i == 1 ? L::full1 : L::full2) + 8 * ring.stage;
+            hopper_barrier_wait(smem + (i == 1 ? L::empty1 : L::empty2) + 8 * ring.stage, ring.parity ^ 1);
+            if (i == 1) {
+                *(fattn_back_hopper_meta *) (smem_ptr + L::meta + 16 * ring.stage) = meta;
+            }
+            hopper_barrier_expect(full, n * bytes + (stat != nullptr ? nstat : 0));
+            hopper_load(smem + (i == 1 ? L::ring1 : L::ring2) + ring.stage * n * bytes, tiles, n * bytes, full);
+            if (stat != nullptr) {
+                hopper_load(smem + L::stat + ring.stage * nstat, stat, nstat, full);
+            }
+        }
+        __syncwarp();
+        ring.next();
+    }
+
+    // the tiles of Q or dO of the unit's heads that see some of the own key tiles t0, t0 + 1, ..
+    __device__ __forceinline__ void fill_queries(const fattn_back_hopper_params & p, char * smem_ptr, const int unit, const int t0) {
+        for (int lhead = unit * p.a.G; lhead < (unit + 1) * p.a.G; ++lhead) {
+            const int mask     = fattn_back_hopper_mask_index(p, lhead);
+            const uint32_t row = fattn_back_hopper_mask_row(p, mask, 0);
+            const auto get     = [&](const int t, const int w) {
+                return t0 + w < fattn_back_hopper_last_key(p) ? fattn_back_hopper_get_tile(p, row + t * p.mask.nkt, t0 + w) : FATTN_BACK_TILE_SKIP;
+            };
+            fattn_back_hopper_walk<L::groups, 1>(0, p.QT, get, [&](const int t, const uint32_t states, const uint32_t next) {
+                const int64_t tile = (int64_t) lhead * p.QT + t;
+                if (i == 1) {
+                    fill(smem_ptr, { lhead, t, (int) (states | next << 8), mask }, (const char *) p.q + tile * L::tile1, 1, p.stat + tile * 2 * FATTN_BACK_HOPPER_ROWS);
+                } else {
+                    fill(smem_ptr, { 0, 0, 0, 0 }, (const char *) p.dO + tile * L::tile, 1, nullptr);
+                }
+            });
         }
     }
-    fattn_back_hopper_ring<L::stages1> r1;
-    fattn_back_hopper_ring<L::stages2> r2;
-    const float common = p.scale[p.unit0 + unit].w;
-    for (int lhead = unit * p.a.G; lhead < (unit + 1) * p.a.G; ++lhead) {
-        const float weight = p.weight[p.unit0 * p.a.G + lhead] / common; // of the head's dS as an operand of dQ
-        fattn_back_hopper_walk<true, L::groups, 1>(p, lhead, t0, end, 0, p.QT, [&](const int t, const uint32_t states) {
-            if (lane == 0) {
-                constexpr int nstat  = 2 * FATTN_BACK_HOPPER_ROWS * 4;
-                const int64_t i      = (int64_t) lhead * p.QT + t;
-                const uint32_t full1 = smem + L::full1 + 8 * r1.stage;
-                const uint32_t full2 = smem + L::full2 + 8 * r2.stage;
-                hopper_barrier_wait(smem + L::empty1 + 8 * r1.stage, r1.parity ^ 1);
-                *(int4 *) (smem_ptr + L::meta + 16 * r1.stage) = make_int4(lhead, t, (int) states, __float_as_int(weight));
-                hopper_barrier_expect(full1, L::tile1 + nstat);
-                hopper_load(smem + L::ring1 + r1.stage * L::tile1, (const char *) p.q + i * L::tile1, L::tile1, full1);
-                hopper_load(smem + L::stat + r1.stage * nstat, (const char *) p.stat + i * nstat, nstat, full1);
-                hopper_barrier_wait(smem + L::empty2 + 8 * r2.stage, r2.parity ^ 1);
-                hopper_barrier_expect(full2, L::tile);
-                hopper_load(smem + L::ring2 + r2.stage * L::tile, (const char *) p.dO + i * L::tile, L::tile, full2);
-            }
-            __syncwarp();
-            r1.next();
-            r2.next();
+
+    // the runs of kn tiles of K or V, of share split of n, that some own query tile sees
+    template <int kn>
+    __device__ __forceinline__ void fill_keys(
+        const fattn_back_hopper_params & p, char * smem_ptr, const fattn_back_hopper_item_q & item, const int n) {
+        uint32_t rows[L::groups];
+#pragma unroll
+        for (int w = 0; w < L::groups; ++w) {
+            const int tile = min(item.t0 + w, item.end - 1); // that of the tile before twice does no harm
+            rows[w]        = fattn_back_hopper_mask_row(p, fattn_back_hopper_mask_index(p, tile / p.QT), tile % p.QT);
+        }
+        const int first   = fattn_back_hopper_share(p, item.split, n);
+        const int last    = fattn_back_hopper_share(p, item.split + 1, n);
+        const int64_t at0 = (int64_t) item.unit * p.kts - p.kt0;
+        const auto get    = [&](const int t, const int w) { return fattn_back_hopper_get_tile(p, rows[w], t); };
+        fattn_back_hopper_walk<L::groups, kn>(first, last, get, [&](const int t, const uint32_t states, const uint32_t next) {
+            const char * tiles = i == 1 ? (const char *) p.k + (at0 + t) * L::tile1 : (const char *) p.v + (at0 + t) * L::tile;
+            fill(smem_ptr, { 0, t, (int) (states | next << 8), 0 }, tiles, kn, nullptr);
         });
     }
-    if (lane == 0) {
-        hopper_barrier_wait(smem + L::empty1 + 8 * r1.stage, r1.parity ^ 1);
-        *(int4 *) (smem_ptr + L::meta + 16 * r1.stage) = make_int4(0, 0, -1, 0);
-        hopper_barrier_arrive(smem + L::full1 + 8 * r1.stage);
+};
+
+// f(filler) in each of the two warps that fill the rings, the first of the block's last warpgroup
+template <typename L, typename F>
+static __device__ __forceinline__ void fattn_back_hopper_fill(F f) {
+    const int warp = (threadIdx.x - blockDim.x + 128) / 32;
+    if (warp == 0) {
+        f(fattn_back_hopper_filler<L, 1>());
+    } else if (warp == 1) {
+        f(fattn_back_hopper_filler<L, 2>());
     }
 }
 

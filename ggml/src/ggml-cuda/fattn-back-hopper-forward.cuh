@@ -12,55 +12,21 @@ struct fattn_back_hopper_smem_forward {
     static constexpr int ring1   = nwg * tile1;
     static constexpr int ring2   = ring1 + stages * kn * tile1;
     static constexpr int meta    = ring2 + stages * kn * tile;
-    static constexpr int own     = meta + stages * 8; // Q is here
-    static constexpr int full1   = own + 8;
+    static constexpr int stat    = meta; // none
+    static constexpr int slots   = meta + stages * 16; // items asked for
+    static constexpr int own     = slots + 8;          // Q is here, a barrier a warpgroup
+    static constexpr int full1   = own + nwg * 8;
     static constexpr int empty1  = full1 + stages * 8;
     static constexpr int full2   = empty1 + stages * 8;
     static constexpr int empty2  = full2 + stages * 8;
     static constexpr int bytes   = empty2 + stages * 8;
     static constexpr int stages1 = stages;
     static constexpr int stages2 = stages;
+    static constexpr int groups  = nwg;
     static_assert(bytes <= 232448, "more than a multiprocessor has");
 };
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-
-// The producer warp: own tiles t0, t0 + 1, .. before end of Q, then the runs of kn tiles of [first, last) of K and V that they see.
-template <typename L, int nwg, int kn>
-static __device__ __forceinline__ void fattn_back_hopper_produce_queries(const fattn_back_hopper_params & p, char * smem_ptr, const int unit,
-    const int t0, const int end, const int first, const int last) {
-    const uint32_t smem = hopper_smem(smem_ptr);
-    const int lane      = threadIdx.x % 32;
-    if (lane == 0) {
-        hopper_barrier_expect(smem + L::own, nwg * L::tile1);
-        for (int w = 0; w < nwg; ++w) {
-            const int64_t i = min(t0 + w, end - 1);
-            hopper_load(smem + w * L::tile1, (const char *) p.q + i * L::tile1, L::tile1, smem + L::own);
-        }
-    }
-    fattn_back_hopper_ring<L::stages1> ring;
-    fattn_back_hopper_walk<false, nwg, kn>(p, 0, t0, end, first, last, [&](const int t, const uint32_t states) {
-        if (lane == 0) {
-            const int64_t i      = (int64_t) unit * p.kts + t - p.kt0;
-            const uint32_t full1 = smem + L::full1 + 8 * ring.stage;
-            const uint32_t full2 = smem + L::full2 + 8 * ring.stage;
-            hopper_barrier_wait(smem + L::empty1 + 8 * ring.stage, ring.parity ^ 1);
-            *(int2 *) (smem_ptr + L::meta + 8 * ring.stage) = make_int2(t, (int) states);
-            hopper_barrier_expect(full1, kn * L::tile1);
-            hopper_load(smem + L::ring1 + ring.stage * kn * L::tile1, (const char *) p.k + i * L::tile1, kn * L::tile1, full1);
-            hopper_barrier_wait(smem + L::empty2 + 8 * ring.stage, ring.parity ^ 1);
-            hopper_barrier_expect(full2, kn * L::tile);
-            hopper_load(smem + L::ring2 + ring.stage * kn * L::tile, (const char *) p.v + i * L::tile, kn * L::tile, full2);
-        }
-        __syncwarp();
-        ring.next();
-    });
-    if (lane == 0) {
-        hopper_barrier_wait(smem + L::empty1 + 8 * ring.stage, ring.parity ^ 1);
-        *(int2 *) (smem_ptr + L::meta + 8 * ring.stage) = make_int2(0, -1);
-        hopper_barrier_arrive(smem + L::full1 + 8 * ring.stage);
-    }
-}
 
 // A thread's two rows of the softmax: row 16*warp + lane/4 of a tile and the one 8 below.
 struct fattn_back_hopper_softmax {
@@ -111,12 +77,20 @@ struct fattn_back_hopper_softmax {
     // E to the operand of the next product
     template <int kn>
     __device__ __forceinline__ void operand(uint32_t (&E16)[kn][16], const float (&E)[kn][32]) {
+#pragma unroll
+        for (int j = 0; j < kn; ++j) {
+            fattn_back_hopper_operand(E16[j], E[j]);
+        }
+    }
+
+    // adds up E16, before the maximum moves again; there is time for it while the products are on their way
+    template <int kn>
+    __device__ __forceinline__ void add(const uint32_t (&E16)[kn][16]) {
         float sum[2 * kn] = { 0.0f };
 #pragma unroll
         for (int j = 0; j < kn; ++j) {
 #pragma unroll
             for (int i = 0; i < 16; ++i) {
-                E16[j][i]      = hopper_pack(E[j][2 * i + 0], E[j][2 * i + 1]);
                 const float2 e = __half22float2(*(const half2 *) &E16[j][i]);
                 sum[i % (2 * kn)] += e.x + e.y;
             }
@@ -142,228 +116,289 @@ static __device__ __forceinline__ float fattn_back_hopper_dot_do(
     return fattn_back_hopper_quad_sum(sum);
 }
 
-#endif // defined(__CUDA_ARCH_FEAT_SM90_ALL)
-
-// Grid: lists of a band, shares of the keys of blocks of nwg query tiles, the last ones first, bands. Block: nwg warpgroups with 64 queries
-// each, then the producer. S of the next keys is on its way before O takes what the exponentials of these have given.
-template <int D, int nwg, int kn, int stages, bool hilo>
-static __global__ void __launch_bounds__((nwg + 1) * 128, 1) flash_attn_back_hopper_forward(const __grid_constant__ fattn_back_hopper_params p) {
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-    using L = fattn_back_hopper_smem_forward<D, nwg, kn, stages, hilo>;
-    extern __shared__ __align__(1024) char smem_ptr[];
-    const uint32_t smem = hopper_smem(smem_ptr);
-    const int list      = blockIdx.z * p.band_q + blockIdx.x;
-    const int unit      = list * p.heads_q / p.a.G;
-    if (unit >= p.units || !fattn_back_hopper_unknown(p, unit) || (hilo && !fattn_back_hopper_large(p, unit))) {
-        return;
-    }
-    fattn_back_hopper_init<L>(smem, 128 * nwg);
-    hopper_barrier_init_done();
-    __syncthreads();
-    const int split = blockIdx.y % p.nsplits;
-    const int end   = (list + 1) * p.heads_q * p.QT;
-    const int t0    = list * p.heads_q * p.QT + (gridDim.y - 1 - blockIdx.y) / p.nsplits * nwg;
-    const int group = __shfl_sync(0xFFFFFFFF, threadIdx.x / 128, 0); // uniform for the compiler, too
-    const int wg    = nwg > 1 ? group : 0;
-
-    if (group == nwg) {
-        if constexpr (nwg > 1) {
-            hopper_registers_dec<24>();
-        }
-        if (threadIdx.x / 32 == 4 * nwg) {
-            fattn_back_hopper_produce_queries<L, nwg, kn>(
-                p, smem_ptr, unit, t0, end, fattn_back_hopper_share(p, split, p.nsplits), fattn_back_hopper_share(p, split + 1, p.nsplits));
-        }
-        return;
-    }
-    if constexpr (nwg > 1) {
-        hopper_registers_inc<240>();
-    }
-    const float4 scale = p.scale[p.unit0 + unit];
-    const float sc     = fattn_back_hopper_unit(p, scale);
-    const uint32_t own = smem + wg * L::tile1;
-    const int tile     = min(t0 + wg, end - 1);
-    const int lhead    = tile / p.QT;
-    const int qt       = tile % p.QT;
-
-    float O[D / 2];
-#pragma unroll
-    for (float & x : O) {
-        x = 0.0f;
-    }
-    uint32_t E16[kn][16];
-    fattn_back_hopper_softmax rows;
-    fattn_back_hopper_ring<stages> ring;
-    hopper_barrier_wait(smem + L::own, 0);
-    fattn_back_hopper_turns<(nwg == 2)> turns(wg);
-
-    int t           = 0;
-    int states      = 0;
-    const auto next = [&]() { // whether there are keys in the ring; their first tile and states
-        hopper_barrier_wait(smem + L::full1 + 8 * ring.stage, ring.parity);
-        const int2 x = threadIdx.x % 32 == 0 ? *(const int2 *) (smem_ptr + L::meta + 8 * ring.stage) : make_int2(0, 0);
-        t            = __shfl_sync(0xFFFFFFFF, x.x, 0);
-        states       = __shfl_sync(0xFFFFFFFF, x.y, 0);
-        return states >= 0;
-    };
-    const auto scores = [&](float (&S)[kn][32]) {
-#pragma unroll
-        for (int j = 0; j < kn; ++j) {
-            fattn_back_hopper_product<D, hilo>(S[j], own, smem + L::ring1 + (ring.stage * kn + j) * L::tile1);
-        }
-    };
-    const auto mask = [&](float (&S)[kn][32]) {
-#pragma unroll
-        for (int j = 0; j < kn; ++j) {
-            if ((states >> 2 * (wg * kn + j) & 3) != FATTN_BACK_TILE_FULL) {
-                const float x = sc * fattn_back_hopper_mask<false>(S[j], p, lhead, qt, t + j, sc);
-                if (!hilo && x > FATTN_BACK_HOPPER_LARGE) {
-                    fattn_back_hopper_note(p, unit, x);
-                }
-            }
-        }
-    };
-    const auto accumulate = [&](const int stage, const uint32_t parity) {
-        hopper_barrier_wait(smem + L::full2 + 8 * stage, parity);
-#pragma unroll
-        for (int j = 0; j < kn; ++j) {
-            fattn_back_hopper_accumulate(O, E16[j], smem + L::ring2 + (stage * kn + j) * L::tile);
-        }
-    };
-
-    float alpha[2];
-    if constexpr (D == 256 && hilo) { // no registers for more than one thing at a time
-        while (next()) {
-            float S[kn][32];
-            scores(S);
-            hopper_wgmma_wait<0>();
-            hopper_pin(S[0]);
-            hopper_barrier_arrive(smem + L::empty1 + 8 * ring.stage);
-            mask(S);
-            if (rows.exponentials(S, sc, alpha)) {
-                fattn_back_hopper_scale(O, alpha);
-            }
-            rows.operand(E16, S);
-            accumulate(ring.stage, ring.parity);
-            hopper_wgmma_wait<0>();
-            hopper_pin(E16[0]);
-            hopper_pin(O);
-            hopper_barrier_arrive(smem + L::empty2 + 8 * ring.stage);
-            ring.next();
-        }
-    } else if (next()) {
-        {
-            float S[kn][32];
-            turns.take();
-            scores(S);
-            turns.pass();
-            hopper_wgmma_wait<0>();
-#pragma unroll
-            for (int j = 0; j < kn; ++j) {
-                hopper_pin(S[j]);
-            }
-            hopper_barrier_arrive(smem + L::empty1 + 8 * ring.stage);
-            mask(S);
-            rows.exponentials(S, sc, alpha);
-            rows.operand(E16, S);
-        }
-        int stage       = ring.stage;
-        uint32_t parity = ring.parity;
-        ring.next();
-        while (next()) {
-            float S[kn][32];
-            turns.take();
-            scores(S);
-            accumulate(stage, parity);
-            turns.pass();
-            hopper_wgmma_wait<kn>(); // S
-#pragma unroll
-            for (int j = 0; j < kn; ++j) {
-                hopper_pin(S[j]);
-            }
-            hopper_barrier_arrive(smem + L::empty1 + 8 * ring.stage);
-            mask(S);
-            const bool moved = rows.exponentials(S, sc, alpha);
-#pragma unroll
-            for (int j = 0; j < kn; ++j) {
-                hopper_pin(S[j]); // E is formed while O is on its way
-            }
-            hopper_wgmma_wait<0>();
-#pragma unroll
-            for (int j = 0; j < kn; ++j) {
-                hopper_pin(E16[j]);
-            }
-            hopper_barrier_arrive(smem + L::empty2 + 8 * stage);
-            if (moved) {
-                fattn_back_hopper_scale(O, alpha);
-            }
-            rows.operand(E16, S);
-            stage  = ring.stage;
-            parity = ring.parity;
-            ring.next();
-        }
-        accumulate(stage, parity);
-        hopper_wgmma_wait<0>();
-#pragma unroll
-        for (int j = 0; j < kn; ++j) {
-            hopper_pin(E16[j]);
-        }
-        hopper_pin(O);
-    }
-    turns.end();
-
-    if (t0 + wg >= end) {
-        return;
-    }
-    const bool whole = p.sums == nullptr; // the block has all keys of its rows
+// What a warpgroup's rows of a query tile have come to: O, or LSE and D, or a share's part of them
+template <int D, bool hilo>
+static __device__ __forceinline__ void fattn_back_hopper_put_rows(const fattn_back_hopper_params & p, const float (&O)[D / 2],
+    const fattn_back_hopper_softmax & rows, const float4 scale, const int unit, const int tile, const int split) {
+    const int lhead  = tile / p.QT;
+    const int qt     = tile % p.QT;
+    const bool whole = p.sums == nullptr; // the item has all keys of its rows
     if (!hilo && whole) {
         // of the other pairs of a row only those near its maximum have a P that matters
         fattn_back_hopper_note(p, unit, fmaxf(rows.m[0] == -INFINITY ? 0.0f : fabsf(rows.m[0]), rows.m[1] == -INFINITY ? 0.0f : fabsf(rows.m[1])));
     }
-    const float * mean = p.mean_v + (int64_t) (p.unit0 + unit) * FATTN_BACK_PREP_MAX_D;
+    const int row       = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
+    const float2 * mean = (const float2 *) (p.mean_v + (int64_t) (p.unit0 + unit) * FATTN_BACK_PREP_MAX_D) + threadIdx.x % 4;
+    float4 common[2]; // what is read stands before what is written, so that one does not wait for the other
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-        const int q      = qt * FATTN_BACK_HOPPER_ROWS + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4 + 8 * r;
-        const float4 x   = p.rows[(int64_t) lhead * p.QT * FATTN_BACK_HOPPER_ROWS + q];
+        common[r] = p.rows[(int64_t) tile * FATTN_BACK_HOPPER_ROWS + row + 8 * r];
+    }
+    float factor[2];
+    float pkeys[2] = { 0.0f, 0.0f }; // without a part of V's mean in a share's
+    float * dst[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        const int q      = qt * FATTN_BACK_HOPPER_ROWS + row + 8 * r;
+        const int h      = fattn_back_hopper_head(p, lhead);
+        const int s      = fattn_back_hopper_seq(p, lhead);
         const float sum  = fattn_back_hopper_quad_sum(rows.l[r]);
         const float inv  = sum > 0.0f ? 1.0f / sum : 0.0f;
         const float keys = sum > 0.0f ? rows.m[r] - FATTN_BACK_HOPPER_SHIFT_E + log2f(sum) : -INFINITY;
         const bool first = threadIdx.x % 4 == 0;
-        const int col    = threadIdx.x % 4 * 2;
+        factor[r]        = inv;
         if (p.a.O == nullptr) {
             const float D_i = inv * fattn_back_hopper_dot_do<D>(p, O, tile, r);
             if (whole) {
-                fattn_back_hopper_finish(p, lhead, q, scale, x, keys, D_i, first);
+                fattn_back_hopper_finish(p, lhead, q, scale, common[r], keys, D_i, first);
             } else if (first) {
                 fattn_back_hopper_sum(p, lhead, split, 2, q) = D_i;
             }
-        } else if (q < p.a.N) {
-            float pkeys  = 1.0f;
-            float * dst  = whole ? p.a.O + ((int64_t) fattn_back_hopper_seq(p, lhead) * p.a.N + q) * p.a.H * D + fattn_back_hopper_head(p, lhead) * D
-                                 : fattn_back_hopper_plane<D>(p, lhead, p.nsplits, split, q);
-            float factor = inv;
-            if (whole) {
-                pkeys  = fattn_back_hopper_finish(p, lhead, q, scale, x, keys, 0.0f, false);
-                factor = pkeys * inv / scale.z;
-                if (first) {
-                    p.a.saved.lse[p.a.row(q, fattn_back_hopper_head(p, lhead), fattn_back_hopper_seq(p, lhead))] = keys;
-                }
+        } else if (whole) {
+            pkeys[r]  = fattn_back_hopper_finish(p, lhead, q, scale, common[r], keys, 0.0f, false);
+            factor[r] = pkeys[r] * inv / scale.z;
+            dst[r]    = p.a.O + (((int64_t) s * p.a.N + q) * p.a.H + h) * D;
+            if (first && q < p.a.N) {
+                p.a.saved.lse[p.a.row(q, h, s)] = keys;
             }
-#pragma unroll
-            for (int j = 0; j < D / 8; ++j) {
-                float2 y = make_float2(O[4 * j + 2 * r + 0] * factor, O[4 * j + 2 * r + 1] * factor);
-                if (whole) {
-                    y.x = fmaf(pkeys, mean[8 * j + col + 0], y.x);
-                    y.y = fmaf(pkeys, mean[8 * j + col + 1], y.y);
-                }
-                *(float2 *) (dst + 8 * j + col) = y;
-            }
+        } else {
+            dst[r] = fattn_back_hopper_plane<D>(p, lhead, p.nsplits, split, q);
         }
         if (!whole && first) {
             fattn_back_hopper_sum(p, lhead, split, 0, q) = rows.m[r];
             fattn_back_hopper_sum(p, lhead, split, 1, q) = sum;
         }
     }
+    if (p.a.O == nullptr) {
+        return;
+    }
+#pragma unroll
+    for (int j0 = 0; j0 < D / 8; j0 += 8) {
+        float2 x[8];
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+            x[j] = mean[4 * (j0 + j)];
+        }
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            if (qt * FATTN_BACK_HOPPER_ROWS + row + 8 * r < p.a.N) {
+#pragma unroll
+                for (int j = 0; j < 8; ++j) {
+                    const float * y = O + 4 * (j0 + j) + 2 * r;
+                    *(float2 *) (dst[r] + 8 * (j0 + j) + threadIdx.x % 4 * 2) =
+                        make_float2(fmaf(pkeys[r], x[j].x, y[0] * factor[r]), fmaf(pkeys[r], x[j].y, y[1] * factor[r]));
+                }
+            }
+        }
+    }
+}
+
+#endif // defined(__CUDA_ARCH_FEAT_SM90_ALL)
+
+// An item is nwg query tiles and a share of the keys. Grid: as many blocks as the device holds at a time, each takes one item after the other. Block:
+// nwg warpgroups with 64 queries each, then the producer, which is ahead by the ring, also with the next item. S of the next keys is on its way
+// before O takes what the exponentials of these have given.
+template <int D, int nwg, int kn, int stages, bool hilo>
+static __global__ void __launch_bounds__((nwg + 1) * 128, 1) flash_attn_back_hopper_forward(const __grid_constant__ fattn_back_hopper_params p) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+    using L = fattn_back_hopper_smem_forward<D, nwg, kn, stages, hilo>;
+    extern __shared__ __align__(1024) char smem_ptr[];
+    const uint32_t smem = hopper_smem(smem_ptr);
+    if (!fattn_back_hopper_any(
+            p, [&](const int unit) { return fattn_back_hopper_unknown(p, unit) && (!hilo || fattn_back_hopper_large(p, unit)); })) {
+        return;
+    }
+    fattn_back_hopper_init<L>(smem, 128 * nwg);
+    hopper_barrier_init_done();
+    __syncthreads();
+    const int group = __shfl_sync(0xFFFFFFFF, threadIdx.x / 128, 0); // uniform for the compiler, too
+    const int wg    = nwg > 1 ? group : 0;
+
+    if (group == nwg) {
+        if constexpr (nwg > 1) {
+            hopper_registers_dec<fattn_back_hopper_regs_fill<D / 2>>();
+        }
+        fattn_back_hopper_fill<L>([&](auto filler) {
+            fattn_back_hopper_take<filler.leads>(p, (int *) (smem_ptr + L::slots), [&](const int i) {
+                const fattn_back_hopper_item_q item(p, i, nwg, p.nsplits);
+                if (fattn_back_hopper_unknown(p, item.unit) && (!hilo || fattn_back_hopper_large(p, item.unit))) {
+                    filler.announce(smem_ptr, i);
+                    filler.template fill_keys<kn>(p, smem_ptr, item, p.nsplits);
+                }
+            });
+            filler.announce(smem_ptr, p.items.count());
+        });
+        return;
+    }
+    if constexpr (nwg > 1) {
+        hopper_registers_inc<fattn_back_hopper_regs<D / 2>>();
+    }
+    const uint32_t own = smem + wg * L::tile1;
+    fattn_back_hopper_reader<L> reader(smem_ptr);
+    fattn_back_hopper_ring<stages> ring2;
+    fattn_back_hopper_turns<(nwg == 2)> turns(wg);
+
+    const auto release = [&]() { // the stage at hand; on to the next
+        hopper_barrier_arrive(smem + L::empty1 + 8 * reader.ring.stage);
+        reader.next();
+    };
+    const auto take = [&]() { // the item that the ring tells of; its Q is asked for as soon as no product reads the last one's
+        const int next = reader.item();
+        reader.ahead   = 0;
+        if (next < p.items.count()) {
+            hopper_named_sync<128>(3 + wg);
+            if (threadIdx.x % 128 == 0) {
+                const fattn_back_hopper_item_q item(p, next, nwg, p.nsplits);
+                hopper_barrier_expect(smem + L::own + 8 * wg, L::tile1);
+                hopper_load(own, (const char *) p.q + (int64_t) min(item.t0 + wg, item.end - 1) * L::tile1, L::tile1, smem + L::own + 8 * wg);
+            }
+        }
+        return next;
+    };
+    int i = take();
+    for (uint32_t parity = 0; hopper_any(i < p.items.count()); parity ^= 1) {
+        hopper_barrier_wait(smem + L::full2 + 8 * ring2.stage, ring2.parity); // the stage of V that comes with an item's number
+        hopper_barrier_arrive(smem + L::empty2 + 8 * ring2.stage);
+        ring2.next();
+        release();
+        const fattn_back_hopper_item_q item(p, i, nwg, p.nsplits);
+        const int unit     = item.unit;
+        const float4 scale = p.scale[p.unit0 + unit];
+        const float sc     = fattn_back_hopper_unit(p, scale);
+        const int tile     = min(item.t0 + wg, item.end - 1);
+        const int lhead    = tile / p.QT;
+        const int qt       = tile % p.QT;
+
+        float O[D / 2];
+#pragma unroll
+        for (float & x : O) {
+            x = 0.0f;
+        }
+        uint32_t E16[kn][16];
+        fattn_back_hopper_softmax rows;
+        hopper_barrier_wait(smem + L::own + 8 * wg, parity);
+
+        const auto scores = [&](float (&S)[kn][32]) {
+#pragma unroll
+            for (int j = 0; j < kn; ++j) {
+                fattn_back_hopper_product<D, hilo>(S[j], own, smem + L::ring1 + (reader.ring.stage * kn + j) * L::tile1);
+            }
+        };
+        const auto mask = [&](float (&S)[kn][32]) {
+#pragma unroll
+            for (int j = 0; j < kn; ++j) {
+                const uint32_t state = reader.state(wg * kn + j);
+                if (state != FATTN_BACK_TILE_FULL) {
+                    const float x = sc * fattn_back_hopper_mask<false, (D > 64)>(S[j], p, state, fattn_back_hopper_mask_index(p, lhead), lhead, qt, reader.meta().tile + j, sc);
+                    if (!hilo) {
+                        fattn_back_hopper_note(p, unit, x);
+                    }
+                }
+            }
+        };
+        const auto accumulate = [&]() {
+            hopper_barrier_wait(smem + L::full2 + 8 * ring2.stage, ring2.parity);
+#pragma unroll
+            for (int j = 0; j < kn; ++j) {
+                fattn_back_hopper_accumulate(O, E16[j], smem + L::ring2 + (ring2.stage * kn + j) * L::tile);
+            }
+        };
+
+        float alpha[2];
+        if constexpr (D == 256 && hilo) { // no registers for more than one thing at a time
+            while (reader.tile()) {
+                float S[kn][32];
+                reader.wait();
+                reader.peek();
+                scores(S);
+                hopper_wgmma_wait<0>();
+                hopper_pin(S[0]);
+                mask(S);
+                release();
+                if (rows.exponentials(S, sc, alpha)) {
+                    fattn_back_hopper_scale(O, alpha);
+                }
+                rows.operand(E16, S);
+                accumulate();
+                rows.add(E16);
+                hopper_wgmma_wait<0>();
+                hopper_pin(E16[0]);
+                hopper_pin(O);
+                hopper_barrier_arrive(smem + L::empty2 + 8 * ring2.stage);
+                ring2.next();
+            }
+            i = take();
+        } else if (reader.tile()) {
+            {
+                float S[kn][32];
+                reader.wait();
+                reader.peek();
+                turns.take();
+                scores(S);
+                turns.pass();
+                hopper_wgmma_wait<0>();
+#pragma unroll
+                for (int j = 0; j < kn; ++j) {
+                    hopper_pin(S[j]);
+                }
+                mask(S);
+                release();
+                rows.exponentials(S, sc, alpha);
+                rows.operand(E16, S);
+            }
+            while (reader.tile()) {
+                float S[kn][32];
+                reader.wait();
+                reader.peek();
+                turns.take();
+                scores(S);
+                accumulate();
+                turns.pass();
+                rows.add(E16);
+                hopper_wgmma_wait<kn>(); // S
+#pragma unroll
+                for (int j = 0; j < kn; ++j) {
+                    hopper_pin(S[j]);
+                }
+                mask(S);
+                release();
+                const bool moved = rows.exponentials(S, sc, alpha);
+#pragma unroll
+                for (int j = 0; j < kn; ++j) {
+                    hopper_pin(S[j]); // E is formed while O is on its way
+                }
+                hopper_wgmma_wait<0>();
+#pragma unroll
+                for (int j = 0; j < kn; ++j) {
+                    hopper_pin(E16[j]);
+                }
+                hopper_barrier_arrive(smem + L::empty2 + 8 * ring2.stage);
+                ring2.next();
+                if (moved) {
+                    fattn_back_hopper_scale(O, alpha);
+                }
+                rows.operand(E16, S);
+            }
+            accumulate();
+            i = take();
+            rows.add(E16);
+            hopper_wgmma_wait<0>();
+#pragma unroll
+            for (int j = 0; j < kn; ++j) {
+                hopper_pin(E16[j]);
+            }
+            hopper_pin(O);
+            hopper_barrier_arrive(smem + L::empty2 + 8 * ring2.stage);
+            ring2.next();
+        } else {
+            i = take();
+        }
+
+        if (item.t0 + wg < item.end) {
+            fattn_back_hopper_put_rows<D, hilo>(p, O, rows, scale, unit, tile, item.split);
+        }
+    }
+    turns.end();
 #else
     GGML_UNUSED_VARS(p);
     NO_DEVICE_CODE;

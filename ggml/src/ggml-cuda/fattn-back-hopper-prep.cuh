@@ -60,6 +60,7 @@ static __global__ void __launch_bounds__(FATTN_BACK_PREP_MEAN_THREADS) flash_att
     const float norm = amax * sqrtf(fattn_back_block_reduce(rel * rel, false));
     const float flat = fattn_back_block_reduce(first ? fabsf(mean) : 0.0f, true);
     if (threadIdx.x == 0) {
+        *p.taken = 0;
         if (is_v) {
             const bool stamped              = p.a.saved.stamp != nullptr && p.a.O == nullptr && p.a.saved.stamp[0] == FATTN_BACK_STAMP_HOPPER;
             const bool known                = stamped && flat <= FATTN_BACK_HOPPER_FLAT * amax;
@@ -77,20 +78,19 @@ static __global__ void __launch_bounds__(FATTN_BACK_PREP_MEAN_THREADS) flash_att
 #endif // defined(__CUDA_ARCH_FEAT_SM90_ALL)
 }
 
-// A tile of K (y < units), V (y < 2*units), or of Q and dO of a head, with what their rows have in common with the means and with a known O.
-// Keys that no row sees, rows that see no key, and padding are 0. Grid: max(key tiles, query tiles), 2*units + heads or, for further keys, without the heads.
-// hilo: K and Q in two halves, units whose rows ask for it.
-template <int D, bool hilo>
-static __global__ void __launch_bounds__(FATTN_BACK_PREP_THREADS) flash_attn_back_hopper_convert(
-    const __grid_constant__ fattn_back_hopper_params p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+
+// Tile x of K (y < units), V (y < 2*units), or of Q and dO of a head, with what their rows have in common with the means and with a known O.
+// Keys that no row sees, rows that see no key, and padding are 0. hilo: K and Q in two halves, units whose rows ask for it.
+template <int D, bool hilo>
+static __device__ __forceinline__ void fattn_back_hopper_convert_tile(const fattn_back_hopper_params & p, const int tile_x, const int tile_y) {
     constexpr int n     = D / 8;
     constexpr int size1 = FATTN_BACK_HOPPER_ROWS * D * (hilo ? 2 : 1);
     const int i         = threadIdx.x % n;
-    if (blockIdx.y < 2 * p.units) {
-        const bool is_v = blockIdx.y >= p.units;
-        const int lunit = blockIdx.y - (is_v ? p.units : 0);
-        const int kt    = p.kt0 + blockIdx.x;
+    if (tile_y < 2 * p.units) {
+        const bool is_v = tile_y >= p.units;
+        const int lunit = tile_y - (is_v ? p.units : 0);
+        const int kt    = p.kt0 + tile_x;
         if (kt >= fattn_back_hopper_last_key(p) || (hilo && !fattn_back_hopper_large(p, lunit))) {
             return;
         }
@@ -98,7 +98,7 @@ static __global__ void __launch_bounds__(FATTN_BACK_PREP_THREADS) flash_attn_bac
         const fattn_back_src & src = is_v ? p.a.v : p.a.k;
         const float scale          = is_v ? p.scale[p.unit0 + lunit].z : p.scale[p.unit0 + lunit].y;
         const int size             = is_v ? FATTN_BACK_HOPPER_ROWS * D : size1;
-        half * tile                = (is_v ? p.v : p.k) + ((int64_t) lunit * p.kts + blockIdx.x) * size;
+        half * tile                = (is_v ? p.v : p.k) + ((int64_t) lunit * p.kts + tile_x) * size;
         float mean[8];
 #pragma unroll
         for (int c = 0; c < 8; ++c) {
@@ -134,14 +134,14 @@ static __global__ void __launch_bounds__(FATTN_BACK_PREP_THREADS) flash_attn_bac
         return;
     }
 
-    const int lhead = blockIdx.y - 2 * p.units;
+    const int lhead = tile_y - 2 * p.units;
     const int lunit = lhead / p.a.G;
-    if (blockIdx.x >= p.QT || (hilo && !fattn_back_hopper_large(p, lunit))) {
+    if (tile_x >= p.QT || (hilo && !fattn_back_hopper_large(p, lunit))) {
         return;
     }
     const int h        = fattn_back_hopper_head(p, lhead);
     const int s        = fattn_back_hopper_seq(p, lhead);
-    const int64_t tile = (int64_t) lhead * p.QT + blockIdx.x;
+    const int64_t tile = (int64_t) lhead * p.QT + tile_x;
     const float sq     = hilo ? p.scale[p.unit0 + lunit].x : 1.0f; // known when the unit comes again
     float mean_k[8];
     float mean_v[8];
@@ -157,7 +157,7 @@ static __global__ void __launch_bounds__(FATTN_BACK_PREP_THREADS) flash_attn_bac
     const float scale_v = p.scale[p.unit0 + lunit].z;
 #pragma unroll 2
     for (int r = threadIdx.x / n; r < FATTN_BACK_HOPPER_ROWS; r += FATTN_BACK_PREP_THREADS / n) {
-        const int q = blockIdx.x * FATTN_BACK_HOPPER_ROWS + r;
+        const int q = tile_x * FATTN_BACK_HOPPER_ROWS + r;
         float x[8]  = { 0.0f };
         float y[8]  = { 0.0f };
         if (q < p.a.N && p.mask.sees(p.a, h, s, q)) {
@@ -221,10 +221,28 @@ static __global__ void __launch_bounds__(FATTN_BACK_PREP_THREADS) flash_attn_bac
     qmax = fattn_back_block_reduce(qmax, true);
     omax = fattn_back_block_reduce(omax, true);
     if (threadIdx.x == 0) {
-        p.rowparts[(int64_t) lhead * p.QT + blockIdx.x] = make_float2(qmax, omax);
+        p.rowparts[(int64_t) lhead * p.QT + tile_x] = make_float2(qmax, omax);
+    }
+}
+
+#endif // defined(__CUDA_ARCH_FEAT_SM90_ALL)
+
+// nx * ny tiles. Grid: nx, ny; hilo: fewer blocks, as there is seldom anything to do.
+template <int D, bool hilo>
+static __global__ void __launch_bounds__(FATTN_BACK_PREP_THREADS) flash_attn_back_hopper_convert(
+    const __grid_constant__ fattn_back_hopper_params p, const int nx, const int ny) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+    if constexpr (hilo) {
+        if (fattn_back_hopper_any(p, [&](const int unit) { return fattn_back_hopper_large(p, unit); })) {
+            for (int64_t i = blockIdx.x; i < (int64_t) nx * ny; i += gridDim.x) {
+                fattn_back_hopper_convert_tile<D, hilo>(p, i % nx, i / nx);
+            }
+        }
+    } else {
+        fattn_back_hopper_convert_tile<D, hilo>(p, blockIdx.x, blockIdx.y);
     }
 #else
-    GGML_UNUSED_VARS(p);
+    GGML_UNUSED_VARS(p, nx, ny);
     NO_DEVICE_CODE;
 #endif // defined(__CUDA_ARCH_FEAT_SM90_ALL)
 }

@@ -18,6 +18,12 @@ static __device__ __forceinline__ uint32_t hopper_smem(const void * p) {
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
+// A condition that all threads of the warp share, in a form that tells the compiler so: only then are the descriptors of what depends on it in
+// uniform registers, where wgmma takes them from.
+static __device__ __forceinline__ bool hopper_any(const bool x) {
+    return __any_sync(0xFFFFFFFF, x);
+}
+
 // barrier of n threads of the block: arrive, and wait for the others as well
 template <int n>
 static __device__ __forceinline__ void hopper_named_arrive(const int id) {
@@ -218,6 +224,24 @@ static __device__ __forceinline__ void hopper_load_rows(uint32_t * a, const uint
 static __device__ __forceinline__ float2 hopper_load_float2(const uint32_t addr) {
     float2 x;
     asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(addr) : "memory");
+    return x;
+}
+
+// from global memory, or 0, without a branch, so that several are on their way
+static __device__ __forceinline__ half hopper_load_half(const void * src, const bool on) {
+    uint16_t x;
+    asm("{\n"
+        ".reg .pred p;\n"
+        "setp.ne.b32 p, %2, 0;\n"
+        "mov.b16 %0, 0;\n"
+        "@p ld.global.b16 %0, [%1];\n"
+        "}\n" : "=h"(x) : "l"(src), "r"((int) on));
+    return __ushort_as_half(x);
+}
+
+static __device__ __forceinline__ int hopper_load_int(const uint32_t addr) {
+    int x;
+    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(x) : "r"(addr) : "memory");
     return x;
 }
 

@@ -6,7 +6,7 @@
 #include "fattn-back-hopper-prep.cuh"
 
 #define FATTN_BACK_HOPPER_BAND     (40 << 20) // bytes of streamed operands that blocks which run side by side may share
-#define FATTN_BACK_HOPPER_FEW      16   // blocks that share a head's tiles where there is seldom anything to do
+#define FATTN_BACK_HOPPER_FEW      4    // blocks a multiprocessor, or of a head, where there is seldom anything to do
 #define FATTN_BACK_HOPPER_BLOCKS   1024 // tiles whose blocks finish at much the same time in any order
 #define FATTN_BACK_HOPPER_START    8    // key tiles whose time a block of queries takes to start and to end
 #define FATTN_BACK_HOPPER_SPLITS   16   // of the keys, at most
@@ -43,6 +43,7 @@ static size_t fattn_back_hopper_layout(
     take(p.weight, total * p.a.G);
     take(p.large, total);
     take(p.known, total);
+    take(p.taken, 1);
     take(p.rowparts, heads * p.QT);
     take(p.q, nrows * p.a.Dk * (hilo ? 2 : 1));
     take(p.dO, backward ? nrows * p.a.Dv : 0);
@@ -218,6 +219,15 @@ static void fattn_back_hopper_launch(
     CUDA_CHECK(cudaGetLastError());
 }
 
+// the same where blocks take items
+template <auto kernel>
+static void fattn_back_hopper_launch(
+    fattn_back_hopper_params p, const fattn_back_hopper_items & items, const int nthreads, const int shared, cudaStream_t stream) {
+    p.items = items;
+    fattn_back_hopper_launch<kernel>(
+        p, dim3(std::min(items.count(), ggml_cuda_info().devices[ggml_cuda_get_device()].nsm)), nthreads, shared, stream);
+}
+
 static dim3 fattn_back_hopper_grid(const int n, const int band, const int ntiles) {
     return dim3(band, ntiles, (n + band - 1) / band);
 }
@@ -228,16 +238,6 @@ static dim3 fattn_back_hopper_grid_rows(const fattn_back_hopper_params & p, cons
     return dim3((nthreads + FATTN_BACK_PREP_THREADS - 1) / FATTN_BACK_PREP_THREADS, p.units * p.a.G);
 }
 
-// key tiles in the workspace that the window touches
-static int fattn_back_hopper_window(const fattn_back_hopper_params & p) {
-    if (p.a.kv_count == 0 || (p.a.dK == nullptr && p.a.dV == nullptr)) {
-        return 0;
-    }
-    const int first = std::max(p.a.kv_first / FATTN_BACK_HOPPER_ROWS, p.kt0);
-    const int last  = std::min((p.a.kv_first + p.a.kv_count - 1) / FATTN_BACK_HOPPER_ROWS, p.kt0 + p.kts - 1);
-    return std::max(0, last - first + 1);
-}
-
 static void fattn_back_hopper_set_bands(fattn_back_hopper_params & p) {
     p.band_q = p.a.G / p.heads_q * fattn_back_hopper_band(p, p.a.M, p.QT * p.a.G, p.units);
     p.band_k = fattn_back_hopper_band(p, p.a.N, std::max(1, fattn_back_hopper_window(p)), p.units);
@@ -246,8 +246,10 @@ static void fattn_back_hopper_set_bands(fattn_back_hopper_params & p) {
 // K and V of the key tiles from kt0 on, and Q and dO if with_rows
 template <int D, bool hilo>
 static void fattn_back_hopper_convert(const fattn_back_hopper_params & p, const bool with_rows, cudaStream_t stream) {
-    const dim3 tiles(with_rows ? std::max(p.kts, p.QT) : p.kts, (with_rows ? 2 + p.a.G : 2) * p.units);
-    flash_attn_back_hopper_convert<D, hilo><<<tiles, FATTN_BACK_PREP_THREADS, 0, stream>>>(p);
+    const int nx    = with_rows ? std::max(p.kts, p.QT) : p.kts;
+    const int ny    = (with_rows ? 2 + p.a.G : 2) * p.units;
+    const dim3 grid = hilo ? dim3(FATTN_BACK_HOPPER_FEW * ggml_cuda_info().devices[ggml_cuda_get_device()].nsm) : dim3(nx, ny);
+    flash_attn_back_hopper_convert<D, hilo><<<grid, FATTN_BACK_PREP_THREADS, 0, stream>>>(p, nx, ny);
     CUDA_CHECK(cudaGetLastError());
 }
 
@@ -271,9 +273,8 @@ static void fattn_back_hopper_prep(const fattn_back_hopper_params & p, cudaStrea
 template <int D, int nwg, int kn, int stages, bool hilo>
 static void fattn_back_hopper_forward_shape(const fattn_back_hopper_params & p, cudaStream_t stream) {
     using L = fattn_back_hopper_smem_forward<D, nwg, kn, stages, hilo>;
-    fattn_back_hopper_launch<flash_attn_back_hopper_forward<D, nwg, kn, stages, hilo>>(p,
-        fattn_back_hopper_grid(p.units * (p.a.G / p.heads_q), p.band_q, (p.heads_q * p.QT + nwg - 1) / nwg * p.nsplits), (nwg + 1) * 128, L::bytes,
-        stream);
+    fattn_back_hopper_launch<flash_attn_back_hopper_forward<D, nwg, kn, stages, hilo>>(
+        p, fattn_back_hopper_items_q(p, nwg, p.nsplits), (nwg + 1) * 128, L::bytes, stream);
 }
 
 // O and LSE, or LSE and D
@@ -312,7 +313,7 @@ static void fattn_back_hopper_keys(const fattn_back_hopper_params & p, cudaStrea
         constexpr int stages = hilo ? 2 : 4;
         using L              = fattn_back_hopper_smem<D, 2, stages, stages, hilo>;
         fattn_back_hopper_launch<flash_attn_back_hopper_keys<D, 2, stages, hilo>>(
-            p, fattn_back_hopper_grid(p.units, p.band_k, (ntiles + 1) / 2), 3 * 128, L::bytes, stream);
+            p, fattn_back_hopper_items_k(p, 2), 3 * 128, L::bytes, stream);
     }
 }
 
@@ -334,7 +335,7 @@ static void fattn_back_hopper_grads(const fattn_back_hopper_params & p, cudaStre
         constexpr int n2  = D < FATTN_BACK_PREP_MAX_D ? n1 : hilo ? 2
                                                                   : 1;
         fattn_back_hopper_launch<flash_attn_back_hopper_queries<D, nwg, n1, n2, hilo>>(p,
-            fattn_back_hopper_grid(p.units * (p.a.G / p.heads_q), p.band_q, (p.heads_q * p.QT + nwg - 1) / nwg * p.nsplits_dq), (nwg + 1) * 128,
+            fattn_back_hopper_items_q(p, nwg, p.nsplits_dq), (nwg + 1) * 128,
             fattn_back_hopper_smem<D, nwg, n1, n2, hilo>::bytes, stream);
         fattn_back_hopper_combine_dq<D, hilo>(p, stream);
     }

@@ -29,14 +29,18 @@ static __global__ void __launch_bounds__(FATTN_BACK_MASK_TILES * 32) flash_attn_
 
     uint32_t seen   = 0; // of either key, not 0: some value is not -inf
     uint32_t read   = 0; // some value is not 0
-    uint64_t rows   = 0;
+    uint32_t other  = 0; // some value is neither 0 nor -inf: its first six bits differ, or others are set
+    uint64_t even   = 0; // queries that see the thread's keys
+    uint64_t odd    = 0;
     const auto scan = [&](const auto load) {
-#pragma unroll 16
+#pragma unroll 32
         for (int i = 0; i < nq; ++i) {
             const uint32_t x = load(mask + i * a.mask_nb_row);
             seen |= x ^ 0xFC00FC00;
-            read |= x & 0x7FFF7FFF;
-            rows |= (uint64_t) (x != 0xFC00FC00) << i;
+            read |= x;
+            other |= ((x ^ x >> 1) & 0x7C007C00) | (x & 0x03FF03FF);
+            even |= (uint64_t) ((x & 0xFFFF) != 0xFC00) << i;
+            odd |= (uint64_t) (x >> 16 != 0xFC00) << i;
         }
     };
     if (key + 1 < a.M && ((uintptr_t) mask | a.mask_nb_row) % sizeof(uint32_t) == 0) {
@@ -48,6 +52,8 @@ static __global__ void __launch_bounds__(FATTN_BACK_MASK_TILES * 32) flash_attn_
     } else {
         read = 0x7FFF7FFF;
     }
+    read &= 0x7FFF7FFF;
+    uint64_t rows    = even | odd;
     const uint64_t s = fattn_back_mask_spread(__ballot_sync(0xFFFFFFFF, (seen & 0xFFFF) != 0)) |
         fattn_back_mask_spread(__ballot_sync(0xFFFFFFFF, seen >> 16 != 0)) << 1;
     const bool any_read = __any_sync(0xFFFFFFFF, read != 0);
@@ -61,6 +67,34 @@ static __global__ void __launch_bounds__(FATTN_BACK_MASK_TILES * 32) flash_attn_
         table.tiles[tile]  = s == 0 ? FATTN_BACK_TILE_SKIP : any_read ? FATTN_BACK_TILE_MIXED
                                                                       : FATTN_BACK_TILE_FULL;
     }
+    if (s == 0 || !any_read || kt >= table.nkt) {
+        return;
+    }
+
+    if (__any_sync(0xFFFFFFFF, other != 0)) {
+        return;
+    }
+    const int slot = table.slot(blockIdx.z, blockIdx.y, kt);
+    if (__shfl_sync(0xFFFFFFFF, threadIdx.x % 32 == 0 ? atomicCAS(table.slots + slot, -1, kt) : 0, 0) != -1) {
+        return; // another tile is there
+    }
+    uint32_t keys[2][2]; // that two queries see, the even and the odd ones
+#pragma unroll
+    for (int i = 0; i < FATTN_BACK_MASK_ROWS; ++i) {
+        const uint32_t x = __ballot_sync(0xFFFFFFFF, even >> i & 1);
+        const uint32_t y = __ballot_sync(0xFFFFFFFF, odd >> i & 1);
+        if (threadIdx.x % 32 == i % 32) {
+            keys[i / 32][0] = x;
+            keys[i / 32][1] = y;
+        }
+    }
+    uint64_t * bits = table.bits + (int64_t) slot * 2 * FATTN_BACK_MASK_ROWS;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        bits[threadIdx.x % 32 + 32 * i] = fattn_back_mask_spread(keys[i][0]) | fattn_back_mask_spread(keys[i][1]) << 1;
+    }
+    bits[FATTN_BACK_MASK_ROWS + threadIdx.x % 32 * 2 + 0] = even;
+    bits[FATTN_BACK_MASK_ROWS + threadIdx.x % 32 * 2 + 1] = odd;
 }
 
 // Keys that some query of a KV head sees, and queries that see some key. Grid: key tiles, then query tiles; mask sequences and groups, or
@@ -99,32 +133,34 @@ static __global__ void __launch_bounds__(32) flash_attn_back_mask_used(const fat
 // which has the components of threadIdx.x % n. dst: FATTN_BACK_COLUMNS_SIZE
 static __device__ __forceinline__ void fattn_back_column_stats(const float (&x)[3][8], const int count, const int n, float * dst) {
     const int nrows = FATTN_BACK_PREP_THREADS / n;
-    __shared__ float red[FATTN_BACK_PREP_THREADS][9];
-    red[threadIdx.x][8] = count;
+    __shared__ float red[FATTN_BACK_PREP_THREADS][3 * 8 + 1]; // what is last is the number
 #pragma unroll
     for (int what = 0; what < 3; ++what) {
-        __syncthreads();
 #pragma unroll
         for (int c = 0; c < 8; ++c) {
-            red[threadIdx.x][c] = x[what][c];
+            red[threadIdx.x][8 * what + c] = x[what][c];
         }
-        __syncthreads();
-        for (int j = threadIdx.x; j < 8 * n; j += FATTN_BACK_PREP_THREADS) {
-            float y = red[j / 8][j % 8];
+    }
+    red[threadIdx.x][3 * 8] = count;
+    __syncthreads();
+    for (int j = threadIdx.x; j < 3 * 8 * n; j += FATTN_BACK_PREP_THREADS) {
+        const int what = j / (8 * n);
+        const int i    = j % (8 * n) / 8;
+        const int c    = j % 8;
+        float y        = red[i][8 * what + c];
 #pragma unroll 8
-            for (int r = 1; r < nrows; ++r) {
-                const float z = red[r * n + j / 8][j % 8];
-                y             = what == 0 ? y + z : what == 1 ? fminf(y, z)
-                                                              : fmaxf(y, z);
-            }
-            dst[what * FATTN_BACK_PREP_MAX_D + fattn_back_load8_component(j / 8, j % 8)] = y;
+        for (int r = 1; r < nrows; ++r) {
+            const float z = red[r * n + i][8 * what + c];
+            y             = what == 0 ? y + z : what == 1 ? fminf(y, z)
+                                                          : fmaxf(y, z);
         }
+        dst[what * FATTN_BACK_PREP_MAX_D + fattn_back_load8_component(i, c)] = y;
     }
     if (threadIdx.x == 0) {
         float y = 0.0f;
 #pragma unroll 8
         for (int r = 0; r < nrows; ++r) {
-            y += red[r * n][8];
+            y += red[r * n][3 * 8];
         }
         dst[3 * FATTN_BACK_PREP_MAX_D] = y;
     }
@@ -203,6 +239,8 @@ void ggml_cuda_flash_attn_back_mask_table(const fattn_back_args & a, const fattn
     if (a.mask == nullptr) {
         return;
     }
+    const size_t nslots = (size_t) a.mask_nseqs * a.mask_nheads * mask.nqt * FATTN_BACK_MASK_SLOTS;
+    CUDA_CHECK(cudaMemsetAsync(mask.slots, 0xFF, nslots * sizeof(*mask.slots), stream));
     constexpr int n = FATTN_BACK_MASK_TILES;
     const dim3 grid((mask.nkt + n - 1) / n, mask.nqt, a.mask_nheads * a.mask_nseqs);
     flash_attn_back_mask_tiles<<<grid, n * 32, 0, stream>>>(a, mask);

@@ -9,13 +9,16 @@
 #define FATTN_BACK_PREP_THREADS      256
 #define FATTN_BACK_PREP_MEAN_THREADS (4 * FATTN_BACK_PREP_MAX_D)
 
-#define FATTN_BACK_MASK_ROWS 64 // queries and keys of a tile of the table
+#define FATTN_BACK_MASK_ROWS  64 // queries and keys of a tile of the table
+#define FATTN_BACK_MASK_SLOTS 4  // tiles of a query tile whose mask is kept as bits: one with each remainder of its number
 
 // what the mask leaves; NULL without a mask
 struct fattn_back_mask_table {
     uint8_t * tiles; // [mask_nseqs][mask_nheads][nqt][nkt] fattn_back_tile
     uint32_t * used; // [mask_nseqs][mask_groups][2*nkt] keys that some query sees, as bits
     uint64_t * rows; // [mask_nseqs][mask_nheads][nqt] queries that see some key, as bits
+    int * slots;     // [mask_nseqs][mask_nheads][nqt][SLOTS] which mixed tiles are kept as bits: such as hold nothing but 0 and -inf
+    uint64_t * bits; // the same [2][64]: of a query the keys that it sees, of a key the queries that see it
 
     // until the table is filled
     uint64_t * seen;   // [mask_nseqs][mask_nheads][nqt][nkt] keys of the tile that some of its queries see, as bits
@@ -34,7 +37,14 @@ struct fattn_back_mask_table {
             take(tiles, n * nkt);
             take(used, (int64_t) a.mask_nseqs * a.mask_groups() * 2 * nkt);
             take(rows, n);
+            take(slots, n * FATTN_BACK_MASK_SLOTS);
+            take(bits, n * FATTN_BACK_MASK_SLOTS * 2 * FATTN_BACK_MASK_ROWS);
         }
+    }
+
+    // the slot of a tile of query tile qt of a mask; there are fewer than 2^31
+    __device__ __forceinline__ int slot(const int mask, const int qt, const int kt) const {
+        return (mask * nqt + qt) * FATTN_BACK_MASK_SLOTS + kt % FATTN_BACK_MASK_SLOTS;
     }
 
     // the same of what is needed until the table is filled
