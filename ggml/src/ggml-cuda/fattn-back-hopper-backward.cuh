@@ -7,7 +7,7 @@
 #define FATTN_BACK_HOPPER_EXCHANGE (FATTN_BACK_HOPPER_ROWS * FATTN_BACK_HOPPER_ROWS * 4) // bytes of P of a tile, which passes between warpgroups
 
 // dK and dV of head sizes up to 128. An item is nwg key tiles of the window. Grid: as many blocks as the device holds at a time, each takes one item
-// after the other. Block: nwg warpgroups with 64 keys each, then the producer.
+// after the other. Block: nwg warpgroups with 64 keys each, then the one that fills the rings.
 template <int D, int nwg, int stages, bool hilo>
 static __global__ void __launch_bounds__((nwg + 1) * 128, 1) flash_attn_back_hopper_keys(
     const __grid_constant__ fattn_back_hopper_params p) {
@@ -302,7 +302,7 @@ static __device__ __forceinline__ void fattn_back_hopper_keys_256_half(
 
 // dK and dV for D = 256, where a warpgroup's registers hold one of them: the first forms S, P and dV, the second dP, dS and dK.
 // P passes through shared memory from thread to thread, in F32. Grid: units of a band, key tiles of the window, bands. Block: two
-// warpgroups, the producer. ds: dS goes to the workspace.
+// warpgroups, then the one that fills the rings. ds: dS goes to the workspace.
 template <int D, int stages, bool hilo, bool ds>
 static __global__ void __launch_bounds__(3 * 128, 1) flash_attn_back_hopper_keys_256(const __grid_constant__ fattn_back_hopper_params p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -362,7 +362,7 @@ struct fattn_back_hopper_smem_dq {
 };
 
 // dQ from dS and K of the key tiles in the workspace, added to what came of the keys before. Grid: units, parts of the keys of blocks of
-// three query tiles of the unit's heads. Block: two warpgroups, the producer. The first has the first query tile, the second the second, and
+// three query tiles of the unit's heads. Block: two warpgroups, then the one that fills the ring. The first has the first query tile, the second the second, and
 // each half of the columns of the third: K is read from L2 for as many queries as the registers hold sums of.
 template <int D, int stages>
 static __global__ void __launch_bounds__(3 * 128, 1) flash_attn_back_hopper_dq(const __grid_constant__ fattn_back_hopper_params p) {
@@ -486,7 +486,7 @@ static __global__ void __launch_bounds__(3 * 128, 1) flash_attn_back_hopper_dq(c
 }
 
 // dQ. An item is nwg query tiles and a share of the keys. Grid: as many blocks as the device holds at a time, each takes one item after the other.
-// Block: nwg warpgroups with 64 queries each, then the producer.
+// Block: nwg warpgroups with 64 queries each, then the one that fills the rings.
 template <int D, int nwg, int n1, int n2, bool hilo>
 static __global__ void __launch_bounds__((nwg + 1) * 128, 1) flash_attn_back_hopper_queries(
     const __grid_constant__ fattn_back_hopper_params p) {

@@ -10,8 +10,9 @@
 //   keys_256  keys of head size 256, where the registers of a warpgroup do not hold both dK and dV of its keys; may leave dS in the workspace
 //   dq        queries of head size 256 from the dS that keys_256 has left: streams K and dS
 //
-// A block is one producer warp, which walks the tiles that the mask leaves and copies them into a ring, and warpgroups that own 64 rows
-// each. S and dP (keys: transposed) have the own rows as rows, so that P and dS are operands straight from the accumulators.
+// A block is two warps that walk the tiles which the mask leaves and copy them into two rings, and warpgroups that own 64 rows each. S and dP
+// (keys: transposed) have the own rows as rows, so that P and dS are operands straight from the accumulators. Blocks of forward, keys and queries
+// take one item of own rows after the other: while the results of one are stored, the rings fill with what the next one reads.
 //
 // The forward forms E = exp2(S - m), rounds it to E16, and with l = sum E16 leaves Ot = sum E16 Vt / l of the centred and scaled Vt. In the
 // backward D = dO16 . Ot is then the mean of the rounded dP that dS = P (dP - D) subtracts it from, with weights that add up to 1.

@@ -196,7 +196,7 @@ static __device__ __forceinline__ void fattn_back_hopper_put_rows(const fattn_ba
 #endif // defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
 // An item is nwg query tiles and a share of the keys. Grid: as many blocks as the device holds at a time, each takes one item after the other. Block:
-// nwg warpgroups with 64 queries each, then the producer, which is ahead by the ring, also with the next item. S of the next keys is on its way
+// nwg warpgroups with 64 queries each, then the one that fills the rings, also for the next item. S of the next keys is on its way
 // before O takes what the exponentials of these have given.
 template <int D, int nwg, int kn, int stages, bool hilo>
 static __global__ void __launch_bounds__((nwg + 1) * 128, 1) flash_attn_back_hopper_forward(const __grid_constant__ fattn_back_hopper_params p) {
