@@ -161,6 +161,12 @@ KERNEL_RULES = [
         _LIMIT, "softcap", "float poly ", r"\((315|2835|155925) [+-] 1|\(-?(2|17|62|1382)\.0f \* 1\.01|(315|2835) - z"
     ),
     Rule(_ROUNDING, "softcap", "z < 0.0625f", r"<=|0\.0625f \* 1\.01"),
+    Rule(
+        "within what reference.rounding allows scores of that size",
+        "fp16_order",
+        r"bits \^",
+        r"<<|15 >>|15 [+-] 1|0x7fff - 1",
+    ),
     Rule("beside zeros of K and V", "load_row", "c < n", r"<=|^1\.0f$"),
     Rule("one key that outweighs all has P = 1 however its score is rounded", "find_bias", "key = 0", r"0 \+ 1"),
     Rule(_BOUNDS, "find_bias", "i < x.n", "<="),
