@@ -5,6 +5,7 @@
 //   prep      operands to fp16 once: K and V centred, rows scaled by powers of two; the mask reduced to a table of tiles
 //   forward   owns queries: S, O (two products); O and LSE of a training graph, or LSE and D of a backward that has neither
 //   backward  owns keys: S, dP, dV, dK, dQ (five products), from LSE and D
+//   pieces    the same beyond head size 192, dQ by rows from dS in memory
 //
 // A unit is a (sequence, KV head). Its rows are blocks of 64 queries of one head, block b = (query block b/G, head b%G), so that
 // all heads of the group share K, V, and in pairs of blocks mostly the mask. Row in the unit = 64*b + (query in the block).
@@ -81,6 +82,20 @@ struct fattn_back_mma_params {
     float * part_k; // [nranges][units][kv_count][Dk], NULL: dK itself
     float * part_v; // [nranges][units][kv_count][Dv]
 
+    // backward in pieces
+    int piece_rows;  // a piece: row blocks and key tiles of a unit whose dS is in the workspace at once
+    int piece_tiles;
+    int row_blocks;  // of a row tile
+    int nslots;      // pieces that the workspace holds
+    int lag;         // pieces from one's dS to its dQ
+    int nsm;         // blocks that run at once
+    half * dS;       // [nslots][piece_rows][keys of the piece / 64] tiles of 64 x 64, as mma takes them
+    float * dS_sums; // [nslots][piece_rows][piece_tiles][64] with softcap: of dS tanh^2, negative
+    int * formed;    // [pieces] key tiles whose dS is there
+    int * used;      // [pieces] row tiles whose dQ has it
+    int * turn_k;    // [units][key tiles] dK and dV have the sums of so many ranges of rows
+    int * turn_q;    // [units][row tiles] dQ has the sums of so many ranges of keys
+
     __host__ __device__ int64_t rows() const { return (int64_t) FATTN_BACK_MMA_ROWS * rblocks; }
     __host__ __device__ int64_t keys() const { return (int64_t) FATTN_BACK_MMA_KEYS * KT; }
 
@@ -89,6 +104,10 @@ struct fattn_back_mma_params {
     __host__ __device__ int key_tiles(const int n) const {
         return ((a.dQ != nullptr ? a.M : a.kv_first + a.kv_count) - 1) / n + 1 - key_tile0(n);
     }
+
+    // ranges of rows, the last rows first, and of n key tiles, each a side of a piece
+    __host__ __device__ int row_ranges() const { return (rblocks + piece_rows - 1) / piece_rows; }
+    __host__ __device__ int key_ranges(const int n) const { return (n + piece_tiles - 1) / piece_tiles; }
 
     // of row block b of the unit: query head in the unit's group, first query
     __host__ __device__ int head(const int unit, const int b) const { return unit % a.Hkv * a.G + b % a.G; }
@@ -201,6 +220,11 @@ static __device__ __forceinline__ uint32_t fattn_back_shared(const void * ptr) {
 
 static __device__ __forceinline__ void fattn_back_cp_async_16(const uint32_t dst, const void * src) {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(dst), "l"(src));
+}
+
+// zeros if not valid
+static __device__ __forceinline__ void fattn_back_cp_async_16(const uint32_t dst, const void * src, const bool valid) {
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "r"(valid ? 16 : 0));
 }
 
 static __device__ __forceinline__ void fattn_back_cp_async_commit() {

@@ -4,11 +4,15 @@
 
 #include "fattn-back-mma-backward.cuh"
 #include "fattn-back-mma-forward.cuh"
+#include "fattn-back-mma-pieces.cuh"
 
 #include <algorithm>
 
 #define FATTN_BACK_MMA_BAND   (32 << 20) // bytes of streamed operands that blocks which run side by side may share
 #define FATTN_BACK_MMA_BLOCKS 1024     // own tiles whose blocks finish at much the same time in any order
+
+#define FATTN_BACK_MMA_ITEM       (384 << 10) // bytes of dS of a key tile's item
+#define FATTN_BACK_MMA_PIECE_KEYS 2048      // of a row tile's item
 
 // instances of the kernels; a node takes the first that its head sizes fit
 #define FATTN_BACK_MMA_CASES(F) F(64, 64) F(96, 96) F(128, 128) F(192, 128) F(256, 256)
@@ -23,15 +27,46 @@ struct fattn_back_mma_case {
     fattn_back_forward_config (*forward_config)(int arch);
     int (*forward_smem)(const fattn_back_forward_config & c);
     fattn_back_backward_config (*backward_config[2])(int arch);
-    int (*backward_smem[2])(const fattn_back_backward_config & c);
+    int (*backward_smem[2])(int arch);
+    int row_blocks; // of a row tile of the backward in pieces, 0: with turns
+};
+
+// the backward of an instance
+template <int Dk, int Dv, bool softcap>
+struct fattn_back_mma_backward_of {
+    static constexpr bool pieces = Dk > 192;
+
+    static constexpr fattn_back_mma_kernel kernel() {
+        if constexpr (pieces) {
+            return flash_attn_back_mma_pieces<Dk, Dv, softcap>;
+        } else {
+            return flash_attn_back_mma_backward<Dk, Dv, softcap>;
+        }
+    }
+    static fattn_back_backward_config config(const int arch) {
+        if constexpr (pieces) {
+            const fattn_back_pieces_config c = fattn_back_pieces_get_config<Dk, Dv, softcap>(arch);
+            return { c.keys, c.rows, c.stages };
+        } else {
+            return fattn_back_backward_get_config<Dk, Dv, softcap>(arch);
+        }
+    }
+    static int smem(const int arch) {
+        if constexpr (pieces) {
+            return fattn_back_pieces_smem<Dk, Dv, softcap>::bytes(fattn_back_pieces_get_config<Dk, Dv, softcap>(arch));
+        } else {
+            return fattn_back_backward_smem<Dk, Dv, softcap>::bytes(fattn_back_backward_get_config<Dk, Dv, softcap>(arch));
+        }
+    }
 };
 
 #define FATTN_BACK_MMA_CASE(Dk, Dv) \
     { Dk, Dv, { flash_attn_back_mma_forward<Dk, Dv, false>, flash_attn_back_mma_forward<Dk, Dv, true> }, \
-        { flash_attn_back_mma_backward<Dk, Dv, false>, flash_attn_back_mma_backward<Dk, Dv, true> }, \
+        { fattn_back_mma_backward_of<Dk, Dv, false>::kernel(), fattn_back_mma_backward_of<Dk, Dv, true>::kernel() }, \
         fattn_back_forward_get_config<Dk, Dv>, fattn_back_forward_smem<Dk, Dv>::bytes, \
-        { fattn_back_backward_get_config<Dk, Dv, false>, fattn_back_backward_get_config<Dk, Dv, true> }, \
-        { fattn_back_backward_smem<Dk, Dv, false>::bytes, fattn_back_backward_smem<Dk, Dv, true>::bytes } },
+        { fattn_back_mma_backward_of<Dk, Dv, false>::config, fattn_back_mma_backward_of<Dk, Dv, true>::config }, \
+        { fattn_back_mma_backward_of<Dk, Dv, false>::smem, fattn_back_mma_backward_of<Dk, Dv, true>::smem }, \
+        fattn_back_mma_backward_of<Dk, Dv, false>::pieces ? fattn_back_pieces_blocks(Dk) : 0 },
 
 static const fattn_back_mma_case * fattn_back_mma_get_case(const int64_t Dk, const int64_t Dv) {
     static constexpr fattn_back_mma_case cases[] = { FATTN_BACK_MMA_CASES(FATTN_BACK_MMA_CASE) };
@@ -48,6 +83,8 @@ struct fattn_back_mma_plan {
     const fattn_back_mma_case * kernels;
     fattn_back_forward_config forward;
     fattn_back_backward_config backward;
+    int backward_smem;
+    size_t ncounters; // bytes of the backward's counters, which are 0 at first
     int max_units;  // of a group
     int max_blocks; // row blocks of a unit in the workspace
     size_t nbytes;  // of the workspace
@@ -113,6 +150,25 @@ static size_t fattn_back_mma_layout(fattn_back_mma_plan & plan, char * base) {
         take(p.R, nrows);
     }
     take(p.ticket, 1);
+    if (plan.kernels->row_blocks > 0) {
+        const int64_t tiles     = p.key_tiles(plan.backward.keys);
+        const int64_t ranges    = (plan.max_blocks + p.piece_rows - 1) / p.piece_rows;
+        const int64_t pieces    = units * p.key_ranges(tiles) * ranges;
+        const int64_t row_tiles = units * ranges * (p.piece_rows / p.row_blocks);
+        take(p.formed, pieces);
+        take(p.used, pieces);
+        take(p.turn_k, units * tiles);
+        take(p.turn_q, row_tiles);
+        plan.ncounters = (char *) (p.turn_q + row_tiles) - (char *) p.ticket;
+        if (p.a.dQ != nullptr) {
+            const int64_t n = (int64_t) p.nslots * p.piece_rows * p.piece_tiles * FATTN_BACK_MMA_ROWS;
+            take(p.dS, n * plan.backward.keys);
+            if (p.a.logit_softcap != 0.0f) {
+                take(p.dS_sums, n);
+            }
+        }
+        return std::max(end, nbytes);
+    }
     take(p.turn, p.nchains * nrows / 16 * FATTN_BACK_MMA_WARPS);
     if (p.nchains > 1) {
         take(p.part_q, p.nchains * nrows * p.a.Dk);
@@ -132,6 +188,7 @@ static fattn_back_mma_plan fattn_back_mma_make_plan(const fattn_back_args & args
     plan.kernels              = fattn_back_mma_get_case(args.Dk, args.Dv);
     plan.forward              = plan.kernels->forward_config(arch);
     plan.backward             = plan.kernels->backward_config[softcap](arch);
+    plan.backward_smem        = plan.kernels->backward_smem[softcap](arch);
     p.a                       = args;
     p.step                    = std::max(plan.backward.rows, FATTN_BACK_MMA_ROWS);
     p.Pk                      = fattn_back_mma_pitch(plan.kernels->Dk);
@@ -141,15 +198,36 @@ static fattn_back_mma_plan fattn_back_mma_make_plan(const fattn_back_args & args
     p.RB                      = GGML_PAD(p.QB * args.G, 2);
 
     const int units     = args.S * args.Hkv;
-    const int key_tiles = p.key_tiles(plan.backward.keys);
+    const int key_tiles = std::max(p.key_tiles(plan.backward.keys), 1);
+    const bool pieces   = back && plan.kernels->row_blocks > 0;
     const bool has_dkdv = args.dK != nullptr || args.dV != nullptr;
+    // Pieces of the backward of n units of b row blocks each, of which at most so many bytes of dS are in the workspace.
+    const auto cut = [&](const int n, const int b, const size_t most) {
+        const int blocks   = plan.kernels->row_blocks;
+        const int64_t tile = (int64_t) FATTN_BACK_MMA_ROWS * plan.backward.keys * sizeof(half);
+        const auto even    = [](const int size, const int piece) { return fattn_back_even(size, std::clamp(piece, 1, size)); };
+        p.row_blocks       = 4 * n * b <= nsm ? 1 : blocks; // smaller row tiles where they are few
+        p.piece_tiles      = even(key_tiles, FATTN_BACK_MMA_PIECE_KEYS / plan.backward.keys);
+        // rows of a key tile's item: 16 items for each multiprocessor, and three for each in the slots
+        const int64_t fit    = args.dQ != nullptr ? most / (3 * nsm * tile) : INT_MAX;
+        const int64_t want   = std::min<int64_t>((int64_t) n * b * key_tiles / (16 * nsm), FATTN_BACK_MMA_ITEM / tile);
+        p.piece_rows         = GGML_PAD(even(b, (int) std::min(fit, want) / blocks * blocks), blocks);
+        const int64_t pieces = (int64_t) n * ((b + p.piece_rows - 1) / p.piece_rows) * p.key_ranges(key_tiles);
+        const int64_t slots  = std::clamp<int64_t>(most / (p.piece_rows * p.piece_tiles * tile), 1, pieces);
+        p.nslots             = std::min<int64_t>(4 * nsm / p.piece_tiles + 2, slots);
+        p.lag                = p.nslots * 2 / 3;
+    };
+    size_t most_dS = pieces && args.dQ != nullptr ? limit / 4 : 0;
     // the workspace with n units of b row blocks each, and with what shares out the work as far as there is room
     const auto set_group = [&](const int n, const int b) {
         plan.max_units  = n;
         plan.max_blocks = b;
         p.nparts        = std::clamp(2 * nsm / n, 1, (args.M + 63) / 64);
         p.nsplits = p.nchains = p.nranges = 1;
-        plan.nbytes                       = fattn_back_mma_layout(plan, nullptr);
+        if (pieces) {
+            cut(n, b, most_dS);
+        }
+        plan.nbytes = fattn_back_mma_layout(plan, nullptr);
         return plan.nbytes <= limit;
     };
     const auto share = [&](int & n, const int most) {
@@ -179,7 +257,10 @@ static fattn_back_mma_plan fattn_back_mma_make_plan(const fattn_back_args & args
         return best * ngroups;
     };
 
-    if (set_group(1, p.RB)) {
+    while (!set_group(1, p.RB) && most_dS > 0) {
+        most_dS = most_dS < (1 << 20) ? 0 : most_dS / 2;
+    }
+    if (plan.nbytes <= limit) {
         // as many units as there is room for, fewer where the forward is faster then
         int64_t best  = INT64_MAX / 10;
         int max_units = 1;
@@ -200,7 +281,16 @@ static fattn_back_mma_plan fattn_back_mma_make_plan(const fattn_back_args & args
         set_group(1, 2 * fattn_back_even(p.RB / 2, pairs));
     }
     split();
-    if (back) {
+    p.nsm = nsm;
+    if (pieces && most_dS > 0) {
+        // what is left is for dS
+        const auto recut = [&](const int mib) {
+            cut(plan.max_units, plan.max_blocks, (size_t) mib << 20);
+            plan.nbytes = fattn_back_mma_layout(plan, nullptr);
+            return plan.nbytes <= limit;
+        };
+        recut(fattn_back_most(std::max<int>(limit >> 20, 1), recut));
+    } else if (back && !pieces) {
         // two blocks for each multiprocessor, of four row blocks or more
         const int64_t tiles = (int64_t) plan.max_units * key_tiles;
         share(p.nranges, has_dkdv ? std::min<int64_t>(2 * nsm / tiles, plan.max_blocks / 4) : 1);
@@ -247,6 +337,18 @@ static void fattn_back_mma_run_forward(const fattn_back_mma_plan & plan, const f
         plan.kernels->forward_smem(plan.forward), stream);
 }
 
+static void fattn_back_mma_run_pieces(const fattn_back_mma_plan & plan, const fattn_back_mma_params & p, cudaStream_t stream) {
+    if (p.a.dQ == nullptr && ((p.a.dK == nullptr && p.a.dV == nullptr) || p.a.kv_count == 0)) {
+        return;
+    }
+    const int nrows      = p.a.dQ != nullptr ? p.piece_rows / p.row_blocks : 0;
+    const int64_t pieces = (int64_t) p.units * p.row_ranges() * p.key_ranges(p.key_tiles(plan.backward.keys));
+    const int64_t items  = (pieces + p.lag) * (p.piece_tiles + nrows);
+    CUDA_CHECK(cudaMemsetAsync(p.ticket, 0, plan.ncounters, stream));
+    fattn_back_mma_launch(plan.kernels->backward[p.a.logit_softcap != 0.0f], p, dim3(std::min<int64_t>(items, p.nsm)),
+        FATTN_BACK_MMA_WARPS * WARP_SIZE, plan.backward_smem, stream);
+}
+
 static void fattn_back_mma_run_backward(const fattn_back_mma_plan & plan, const fattn_back_mma_params & p, cudaStream_t stream) {
     fattn_back_mma_params q = p;
     const bool softcap      = p.a.logit_softcap != 0.0f;
@@ -256,7 +358,7 @@ static void fattn_back_mma_run_backward(const fattn_back_mma_plan & plan, const 
         const size_t nturn = p.nchains * p.units * p.rows() / 16 * FATTN_BACK_MMA_WARPS;
         CUDA_CHECK(cudaMemsetAsync(p.ticket, 0, (char *) (p.turn + nturn) - (char *) p.ticket, stream));
         fattn_back_mma_launch(plan.kernels->backward[softcap], q, dim3(p.units * ntiles), FATTN_BACK_MMA_WARPS * WARP_SIZE,
-            plan.kernels->backward_smem[softcap](plan.backward), stream);
+            plan.backward_smem, stream);
     }
     if (p.a.dQ != nullptr) {
         fattn_back_mma_launch(flash_attn_back_mma_finish_dq, p, p.rows() * (p.a.Dk / 4), 1, stream);
@@ -282,7 +384,7 @@ static void fattn_back_mma_run_group(const fattn_back_mma_plan & plan, fattn_bac
             }
             if (back) {
                 fattn_back_mma_launch(flash_attn_back_mma_stats, p, p.rows(), 1, stream);
-                fattn_back_mma_run_backward(plan, p, stream);
+                (plan.kernels->row_blocks > 0 ? fattn_back_mma_run_pieces : fattn_back_mma_run_backward)(plan, p, stream);
             } else if (p.nsplits > 1) {
                 p.again = !first;
                 fattn_back_mma_launch(flash_attn_back_mma_merge, p, p.rows() * (p.a.Dv / 4), 1, stream);
