@@ -65,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "commit", help=f"write {commits.CARRIED}, from which a copy of this checkout without its git proves its commit"
     )
 
-    index = verbs.add_parser("index", help=f"write {DIRECTORY.name}/{pages.INDEX}")
+    index = verbs.add_parser("index", help=f"write {DIRECTORY.name}/{pages.INDEX}, the pages and their pictures")
     index.add_argument(
         "--check",
         action="store_true",
@@ -162,12 +162,13 @@ def _index(args: argparse.Namespace) -> int:
     shelf = pages.Shelf()
     wanted = {ROOT / "receipts" / pages.INDEX: pages.index(shelf)}
     wanted |= {page: pages.filled(page.read_text(encoding="utf-8"), shelf) for page in pages.pages()}
+    wanted |= pages.drawings(shelf)
     changed = {
         path: text for path, text in wanted.items() if not path.is_file() or path.read_text(encoding="utf-8") != text
     }
     if not args.check:
         for path, text in changed.items():
-            path.parent.mkdir(exist_ok=True)
+            path.parent.mkdir(parents=True, exist_ok=True)
             statement.replace(path, text.encode())
             print(path.relative_to(ROOT))
         return 0

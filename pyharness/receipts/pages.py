@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 import subprocess
 from collections.abc import Iterable, Sequence
@@ -12,10 +13,15 @@ from typing import Any
 from .. import options
 from ..base import errors
 from ..base.digest import ROOT
-from . import commits, figures, show, signing, statement, tables, verify
+from . import commits, figures, pictures, show, signing, statement, tables, verify
 from .statement import Document
 
 INDEX = "README.md"
+DRAWN = {
+    "pair": (pictures.pair, "Time of the attention of a training step, by shape"),
+    "training": (pictures.training, "Time and peak memory of a training step, by context"),
+}
+"""The pictures of docs/pictures by name: what draws them, and their words for who cannot see them."""
 
 
 def listed(root: Path = ROOT) -> list[Path]:
@@ -85,8 +91,24 @@ class Shelf:
             known |= steps
         return found
 
+    @functools.cached_property
+    def pictures(self) -> dict[str, tuple[Kept, str]]:
+        """The pictures that can be drawn, each from the receipt that gives it the most bars: a fresh one where
+        there is any, the newest of equals."""
+        found = dict[str, tuple[Kept, str]]()
+        for name, (draw, _) in DRAWN.items():
+            bodies = [
+                (one, one.document["predicate"]["receipt"]) for one in self.kept.values() if one.state != "invalid"
+            ]
+            drawn = [(one, body["finished"], text) for one, body in bodies if (text := draw(body))]
+            if drawn:
+                kept, _, text = max(drawn, key=lambda one: (one[0].state == "fresh", one[2].count("<rect"), one[1]))
+                found[name] = kept, text
+        return found
+
     def quoted(self, text: str) -> list[str]:
-        """The receipts that a page takes figures from, or quotes by path or by id: 12 digits of each."""
+        """The receipts that a page takes figures or pictures from, or quotes by path or by id: 12 digits of each."""
+        text = _pictured(text, self)
         found = re.findall(r"receipts/[\w.-]+-([0-9a-f]{12})\.json|receipt `?([0-9a-f]{12})\b", text)
         marks = [one.id12 for mark in _MARKED.finditer(text) for one in self.of(mark[2], mark[3])]
         return sorted({*marks, *(by_path or by_id for by_path, by_id in found)})
@@ -176,9 +198,30 @@ _MARKED = re.compile(
 """What a page takes from receipts: a table between lines, or a figure by its name inside a line."""
 
 
+_PICTURE = re.compile(r"(<!-- picture (\w+) -->\n).*?(<!-- /picture -->)", re.DOTALL)
+"""A picture of a page, by its name."""
+
+
+def _pictured(text: str, shelf: Shelf) -> str:
+    """A page with its pictures and the receipts that they are drawn from; nothing between the marks where there is no
+    such receipt. errors.Usage for a picture that there is not."""
+
+    def fill(mark: re.Match[str]) -> str:
+        head, name, end = mark.groups()
+        if name not in DRAWN:
+            raise errors.Usage(f"no picture {name!r}", f"the pictures are: {', '.join(DRAWN)}")
+        if name not in shelf.pictures:
+            return head + end
+        kept, words = shelf.pictures[name][0], DRAWN[name][1]
+        link = f"[`{kept.id12}`](/receipts/{kept.path.name})"
+        return f"{head}![{words}](/docs/pictures/{name}.svg)\n\nDrawn from receipt {link}.\n{end}"
+
+    return _PICTURE.sub(fill, text)
+
+
 def filled(text: str, shelf: Shelf) -> str:
-    """A page with what stands between `<!-- receipt ID -->` and `<!-- /receipt -->` filled from that receipt: the
-    tables that fit it, or with `<!-- receipt ID NAME -->` a figure (`figures.NAMES`).
+    """A page with its pictures, and with what stands between `<!-- receipt ID -->` and `<!-- /receipt -->` filled from
+    that receipt: the tables that fit it, or with `<!-- receipt ID NAME -->` a figure (`figures.NAMES`).
 
     In the place of an id, `gpucheck` is the newest check that ran a step. errors.Usage for a figure that it lacks."""
 
@@ -196,7 +239,12 @@ def filled(text: str, shelf: Shelf) -> str:
                 f"receipt {name} has no figure {figure!r}", f"the figures are:\n{figures.NAMES}"
             ) from None
 
-    return _MARKED.sub(fill, text)
+    return _MARKED.sub(fill, _pictured(text, shelf))
+
+
+def drawings(shelf: Shelf) -> dict[Path, str]:
+    """The files of the pictures and their text."""
+    return {shelf.root / f"docs/pictures/{name}.svg": text for name, (_, text) in shelf.pictures.items()}
 
 
 def _quotation(kept: Sequence[Kept]) -> str:
