@@ -130,6 +130,18 @@ def test_progress_goes_from_zero_to_one() -> None:
     assert seen[-1] == 1.0
 
 
+def test_a_sink_of_inf_takes_all_rows_of_its_head_in_every_sequence() -> None:
+    given = inputs.make(case("hsk=16,hsv=16,nh=3,nhkv=1,kv=9,nb=5,ns=2,sinks=1"), 0)
+    assert given.sinks is not None
+    want = reference.backward(given)
+    given.sinks[2] = np.inf
+    found = reference.backward(given)
+    assert np.isposinf(found["lse"][:, 2]).all()
+    np.testing.assert_array_equal(found["lse"][:, :2], want["lse"][:, :2])
+    assert not found["dq"][:, 2].any()
+    assert not found["d"][:, 2].any()
+
+
 def test_a_given_output_replaces_the_recomputed_one() -> None:
     given = inputs.make(case("hsk=16,hsv=16,nh=2,nhkv=1,kv=9,nb=5,o=1"), 0)
     exact = reference.backward(given)["d"]
