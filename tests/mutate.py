@@ -201,6 +201,14 @@ REFERENCE_RULES = [
     Rule("products in another order", line="einsum", text=r"shn\", o"),
     Rule("progress is no result", line=r"report\("),
     Rule("every row is set", "_forward", r"lse = np\.full"),
+    Rule(
+        "a row without keys: 0 over anything, and the log of 0",
+        "work",
+        r"np\.where\(total > 0",
+        r"\(0 \+ 1\)|\(1 \+ 1\)",
+    ),
+    Rule("the log of 0", "work", r"rows\] = np\.where\(total > 0", ">="),
+    Rule(_BLOCKING, "_ordered", r"workers|threadpool_limits|future\.cancel"),
 ]
 
 

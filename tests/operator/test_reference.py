@@ -123,6 +123,16 @@ def test_large_scores_do_not_overflow() -> None:
         assert np.isfinite(array[~np.isneginf(array)]).all(), part
 
 
+def test_a_bias_that_all_keys_share_moves_the_lse_alone() -> None:
+    given = inputs.make(case("hsk=16,hsv=16,nh=2,nhkv=1,kv=40,nb=5,type_K=f32,mask=bias,pair=1"), 0)
+    assert given.mask is not None
+    want = reference.backward(given)
+    given.mask = given.mask - np.float16(2048)
+    found = reference.backward(given)
+    np.testing.assert_allclose(found.pop("lse") + 2048, want.pop("lse"), atol=2)  # the mask is F16
+    assert all(np.isfinite(array).all() for array in found.values())
+
+
 def test_progress_goes_from_zero_to_one() -> None:
     seen: list[float] = []
     reference.backward(inputs.make(case(CASES[0]), 0), seen.append)
@@ -212,6 +222,7 @@ def test_rows_that_see_nothing_have_no_gradient_whatever_their_output_and_others
     given.mask[0, 0, 3, 0] = given.mask[0, 1, 1, 0] = 0
     want = row_by_row(given)
     assert np.isneginf(want["lse"][0]).tolist() == [[i == row for i in range(5)] for row in (1, 3)]
+    np.testing.assert_allclose(reference.forward(given), want["o"].transpose(0, 2, 1, 3), rtol=1e-11, atol=1e-13)
     for part, array in reference.backward(given).items():
         np.testing.assert_allclose(array, want[part], rtol=1e-11, atol=1e-13, err_msg=part)
     rounding = rounding_row_by_row(given)
