@@ -200,7 +200,7 @@ REFERENCE_RULES = [
     Rule("nothing of a row without keys counts", "_rounding", "top, row_d", r"0 \+ 1"),
     Rule("products in another order", line="einsum", text=r"shn\", o"),
     Rule("progress is no result", line=r"report\("),
-    Rule("every row is set", "_forward", r"lse = np\.full"),
+    Rule("every row is set", "_forward", r"lse = np\.full", r"^\(?np\.inf"),
     Rule(
         "a row without keys: 0 over anything, and the log of 0",
         "work",
