@@ -552,19 +552,15 @@ def _uneven(train: dict[str, Any]) -> Iterable[str]:
 def _unpaired(bench: dict[str, Any]) -> Iterable[str]:
     """Runs of a training benchmark that lack the other setting of flash attention, or their steps."""
     found = [(run["ctx"], run["flash_attn"]) for run in bench["runs"]]
-    for number_, run in enumerate(bench["runs"]):
-        place = f"predicate/receipt/bench/runs/{number_}"
-        if (run["ctx"], not run["flash_attn"]) not in found or found.count(found[number_]) > 1:
-            yield f"{place}: not one run with flash attention off and one with it on"
-        if len(run["losses"]) != len(run["steps_ns"]) or (run["exit_code"] == 0 and not run["losses"]):
-            yield f"{place}: no loss and time of each step"
-    contexts = {ctx for ctx, _ in found}
-    for number_, peer in enumerate(bench.get("peers", ())):
-        place = f"predicate/receipt/bench/peers/{number_}"
-        if peer["ctx"] not in contexts:
-            yield f"{place}: a context that has no run of ours"
-        if len(peer["losses"]) != len(peer["steps_ns"]) or (peer["exit_code"] == 0 and not peer["losses"]):
-            yield f"{place}: no loss and time of each step"
+    for kind in ("runs", "peers"):
+        for number_, run in enumerate(bench.get(kind, ())):
+            place = f"predicate/receipt/bench/{kind}/{number_}"
+            if kind == "peers" and run["ctx"] not in {ctx for ctx, _ in found}:
+                yield f"{place}: a context that has no run of ours"
+            if kind == "runs" and ((run["ctx"], not run["flash_attn"]) not in found or found.count(found[number_]) > 1):
+                yield f"{place}: not one run with flash attention off and one with it on"
+            if len(run["losses"]) != len(run["steps_ns"]) or (run["exit_code"] == 0 and not run["losses"]):
+                yield f"{place}: no loss and time of each step"
 
 
 def _contradictions(perf: dict[str, Any] | None) -> Iterable[str]:
