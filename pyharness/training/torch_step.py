@@ -20,6 +20,7 @@ from typing import Any
 from pyharness.training import tiny
 
 MODES = ("tf32", "bf16")
+PACKAGES = ("torch", "transformers")
 
 
 def steps(shape: tiny.Shape, words: int, ctx: int, mode: str, count: int) -> Iterator[dict[str, Any]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import hashlib
+import importlib.util
 import json
 import os
 import re
@@ -117,9 +118,9 @@ class Run:
         return "" if self.exit_code == 0 else f"exit {self.exit_code}: {said.strip()}"
 
 
-def search(libs: Path) -> dict[str, str]:
-    """The environment in which programs beside libraries built elsewhere find them."""
-    return {"LD_LIBRARY_PATH": os.pathsep.join(filter(None, (str(libs), os.environ.get("LD_LIBRARY_PATH"))))}
+def search(variable: str, folder: Path) -> dict[str, str]:
+    """The environment in which `folder` is the first of a search path such as LD_LIBRARY_PATH."""
+    return {variable: os.pathsep.join(filter(None, (str(folder), os.environ.get(variable))))}
 
 
 JSON = {"nan": "NaN", "-nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
@@ -140,7 +141,7 @@ def execute(
     command = [str(program), "--model", str(model), "--text", str(text)]
     for name, value in options.items():
         command += [f"--{name.replace('_', '-')}", str(int(value) if isinstance(value, bool) else value)]
-    return follow(command, seconds, say, search(program.parent))
+    return follow(command, seconds, say, search("LD_LIBRARY_PATH", program.parent))
 
 
 def follow(command: list[str], seconds: float | None, say: Callable[[str], None], environment: dict[str, str]) -> Run:
@@ -303,6 +304,11 @@ def run(args: argparse.Namespace) -> int:
         raise errors.Usage(f"--ctx {args.ctx}: must be a multiple of {CELLS}")
     if args.peer and not (args.bench and args.device == "cuda" and tiny.SHAPES[args.shape].arch == "llama"):
         raise errors.Usage("--peer torch: needs --bench --device cuda and a shape of architecture llama")
+    absent = [name for name in torch_step.PACKAGES if args.peer and not importlib.util.find_spec(name)]
+    if absent:
+        raise errors.Environment(
+            f"--peer torch: no {' and no '.join(absent)}", f"{sys.executable} -m pip install {' '.join(absent)}"
+        )
     if args.device == "cuda":
         cuda.require("CUDA0")
     args.out.mkdir(parents=True, exist_ok=True)
@@ -542,7 +548,7 @@ def torch_peers(args: argparse.Namespace, model: Path) -> list[dict[str, Any]]:
         for mode in torch_step.MODES:
             command = [sys.executable, "-m", torch_step.__name__, "--shape", args.shape, "--words", str(words)]
             command += ["--ctx", str(ctx), "--mode", mode, "--steps", str(bench_steps(args.device, ctx))]
-            one = follow(command, BOX, lambda _: None, {"PYTHONPATH": str(ROOT)})
+            one = follow(command, BOX, lambda _: None, search("PYTHONPATH", ROOT))
             versions = {name: e[name] for e in one.all("start") for name in ("torch", "transformers")}
             times = one.seconds[1:] or [float("nan")]
             print(
@@ -604,6 +610,8 @@ def bench(args: argparse.Namespace, program: Path, model: Path, text: Path, comm
         longest = record["longest"].get(fa, "none")
         print(f"longest of 512, 1024, 2048, ... on {CARD >> 30} GiB, flash attention {fa}: {longest}")
     (args.out / "bench.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    # a context that does not fit is a result
+    failed = any(one["exit_code"] and "out of memory" not in one["problem"] for one in timed + peers)
     if library:
         longest = {"card_bytes": CARD, **record["longest"]} if record["longest"] else None
         found = {**trained(args, program, model, text), "runs": timed, "longest": longest}
@@ -620,8 +628,8 @@ def bench(args: argparse.Namespace, program: Path, model: Path, text: Path, comm
                 started=started,
                 finished=time.time(),
                 case_files=[],
-                exit_code=0,
+                exit_code=int(failed),
                 bench=found,
             ),
         )
-    return 0
+    return int(failed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from argparse import Namespace
 from pathlib import Path
@@ -68,8 +69,11 @@ def test_each_context_runs_in_each_mode_in_a_process_of_its_own(
     writer.close()
     commands: list[list[str]] = []
 
-    def follow(command: list[str], *_: Any) -> train.Run:
+    monkeypatch.setenv("PYTHONPATH", "/modules")
+
+    def follow(command: list[str], _box: float, _say: Any, environment: dict[str, str]) -> train.Run:
         commands.append(command)
+        assert environment["PYTHONPATH"].endswith(os.pathsep + "/modules")
         events: list[dict[str, Any]] = [{"event": "start", "torch": "2", "transformers": "5", "parameters": 1}]
         events += [{"event": "step", "loss": 5.0, "seconds": 0.25}, {"event": "memory", "peak": 3 << 20}]
         return train.Run(command, 0, events, "")
@@ -83,6 +87,13 @@ def test_each_context_runs_in_each_mode_in_a_process_of_its_own(
         "-m pyharness.training.torch_step --shape llama --words 321 --ctx 512 --mode tf32 --steps 28"
     )
     assert "512  PyTorch tf32" in capsys.readouterr().out
+
+
+def test_a_peer_that_is_not_installed_is_said_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_step, "PACKAGES", ("json", "no_such_package"))
+    args = Namespace(ctx=256, peer="torch", bench=True, device="cuda", shape="llama", out=tmp_path)
+    with pytest.raises(errors.Environment, match="--peer torch: no no_such_package"):
+        train.run(args)
 
 
 def test_a_peer_needs_a_benchmark_on_a_gpu(tmp_path: Path) -> None:
