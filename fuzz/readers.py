@@ -355,6 +355,11 @@ OPERATOR = {
     "src/ggml-flash-attn-back.c": b"int b;\n",
     "tests/a.def": b"x\n",
 }
+EDITS = {
+    "edits/operator.toml": HOOKS.encode(),
+    "edits/training.toml": b"edit = []\n",
+    "edits/llama.toml": b"edit = []\n",
+}
 
 
 def lay(root: Path, files: dict[str, bytes]) -> None:
@@ -368,7 +373,7 @@ def hooks(data: bytes) -> None:
     """Damaged patch data: hooks and pins."""
     choices = Choices(data)
     with folder() as inside:
-        lay(inside / "repository/ggml", OPERATOR | {"edits.toml": choices.damaged(HOOKS.encode())})
+        lay(inside / "repository/ggml", OPERATOR | EDITS | {"edits/operator.toml": choices.damaged(HOOKS.encode())})
         lay(inside / "repository/ggml", {"upstream.toml": choices.damaged(PINS)})
         lay(inside / "tree", UPSTREAM)
         before = contents(inside / "tree")
@@ -386,7 +391,7 @@ def trees(data: bytes) -> None:
     choices = Choices(data)
     with folder() as inside:
         repository, target = inside / "repository", inside / "tree"
-        lay(repository / "ggml", OPERATOR | {"edits.toml": HOOKS.encode(), "upstream.toml": PINS})
+        lay(repository / "ggml", OPERATOR | EDITS | {"upstream.toml": PINS})
         lay(target / ("ggml" if choices.below(2) else ""), UPSTREAM)
         if choices.below(2):
             tree.patch(target, repository)

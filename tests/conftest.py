@@ -79,7 +79,7 @@ def repository(tmp_path: Path) -> Path:
     """A repository with a small operator and its hooks, beside a small tree."""
     import readers  # needs tree-sitter, which a GPU machine may lack
 
-    files = readers.OPERATOR | {"edits.toml": readers.HOOKS.encode(), "upstream.toml": readers.PINS}
+    files = readers.OPERATOR | readers.EDITS | {"upstream.toml": readers.PINS}
     readers.lay(tmp_path / "repository/ggml", files)
     readers.lay(tmp_path / "tree", readers.UPSTREAM)
     return tmp_path / "repository"

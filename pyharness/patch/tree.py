@@ -1,7 +1,7 @@
 """Put the operator into a ggml or llama.cpp checkout, see what that changes, or take it out again.
 
-The operator's own files (ggml/include, ggml/src, ggml/tests) are copied into a tree, and the hooks of ggml/edits.toml
-are inserted into upstream's files as whole lines between marker lines. Nothing of upstream is removed, so taking the
+The operator's own files (ggml/include, ggml/src, ggml/tests) are copied into a tree, and the hooks of ggml/edits are
+inserted into upstream's files as whole lines between marker lines. Nothing of upstream is removed, so taking the
 blocks out restores the bytes. Anchors are syntax nodes found with tree-sitter, so a tree may differ from the pinned.
 
 The pinned upstream trees of ggml/upstream.toml are fetched from PyPI. CMake runs `python -m pyharness.patch.tree` with
@@ -266,7 +266,7 @@ def _extract(tar: tarfile.TarFile, member: tarfile.TarInfo, folder: Path) -> Non
 
 @dataclass(frozen=True)
 class Edit:
-    """One hook of ggml/edits.toml, where the fields are explained."""
+    """One hook of ggml/edits, whose operator.toml explains the fields."""
 
     name: str
     file: str
@@ -278,21 +278,30 @@ class Edit:
 
 
 ACTIONS = ("before", "after", "inside", "disable")
+LAYERS = ("operator", "training", "llama")
+"""Files of hooks in ggml/edits; each layer needs those before it."""
 
 
 def edits(root: Path = ROOT) -> list[Edit]:
-    """The hooks of ggml/edits.toml in their order."""
-    file = root / "ggml/edits.toml"
+    """The hooks of ggml/edits, layer by layer in their order."""
+    found = [edit for layer in LAYERS for edit in _layer(root / f"ggml/edits/{layer}.toml")]
+    for edit in found:
+        if len({other.language for other in found if other.file == edit.file}) != 1:
+            raise TreeError(
+                f"{root / 'ggml/edits'}: edit {edit.name!r}: all edits of {edit.file} must be in one language"
+            )
+    return found
+
+
+def _layer(file: Path) -> list[Edit]:
     data = _toml(file)
     entries = data.get("edit")
     if set(data) != {"edit"} or not isinstance(entries, list):
         raise TreeError(f"{file} must hold [[edit]] tables and nothing else")
     found = [_entry(Edit, _table(entry), f"{file}: edit {number}") for number, entry in enumerate(entries, 1)]
     for edit in found:
-        languages = {other.language for other in found if other.file == edit.file}
         for ok, rule in (
             (edit.language in _LANGUAGES, f"language must be one of {', '.join(_LANGUAGES)}"),
-            (len(languages) == 1, f"all edits of {edit.file} must be in one language"),
             (edit.action in ACTIONS, f"action must be one of {', '.join(ACTIONS)}"),
             (edit.anchor and all(step.partition(" ")[0] in KINDS for step in edit.anchor),
              f"anchor needs steps that start with one of {', '.join(KINDS)}"),
@@ -372,7 +381,7 @@ def _query(language: str, kind: str) -> tree_sitter.Query:
     known = _language(language)
     types = [t for t in KINDS[kind][0] if known.id_for_node_kind(t, True) is not None]
     if not types:
-        raise TreeError(f"no anchor {kind!r} in {language}; adapt ggml/edits.toml")
+        raise TreeError(f"no anchor {kind!r} in {language}; adapt ggml/edits")
     query: tree_sitter.Query = tree_sitter.Query(known, "[" + " ".join(f"({t})" for t in types) + "] @node")
     return query
 
@@ -391,7 +400,7 @@ def _find(edit: Edit, node: tree_sitter.Node) -> tree_sitter.Node:
             where = " in ".join([repr(s) for s in reversed(edit.anchor[:i])] + [edit.file])
             raise TreeError(
                 f"edit {edit.name!r}: {len(found) or 'no'} anchor{'s' * (len(found) > 1)} {step!r} in {where}; this"
-                " tree differs too much from those of ggml/upstream.toml: adapt the edit's anchor in ggml/edits.toml"
+                " tree differs too much from those of ggml/upstream.toml: adapt the edit's anchor in ggml/edits"
             )
         node = found[0]
     return node

@@ -151,7 +151,8 @@ def inputs(mode: str, extra: Iterable[tuple[str, Path]] = (), root: Path = ROOT)
         "gpucheck": MEASURES_PERF | MEASURES_TRAIN | {"gpucheck"},
     }.get(mode, MEASURES)
     found: dict[str, tuple[str, Path]] = {f"ggml/{path}": ("patch", root) for path in digest.sources(root)}
-    found |= dict.fromkeys(("ggml/edits.toml", "ggml/upstream.toml"), ("hooks", root))
+    hooks = [*(root / "ggml/edits").glob("*.toml"), root / "ggml/upstream.toml"]
+    found |= dict.fromkeys((path.relative_to(root).as_posix() for path in hooks), ("hooks", root))
     for module in [*(root / "pyharness").rglob("*.py"), *(root / "pyharness/receipts/schema").glob("*.json")]:
         role = "measure" if module.suffix == ".py" and module.stem in measuring else "harness"
         found[module.relative_to(root).as_posix()] = (role, root)

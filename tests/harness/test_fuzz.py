@@ -214,7 +214,7 @@ def test_a_signature_of_another_type_is_refused(value: object, tmp_path: Path) -
     ],
 )
 def test_a_wrong_hook_is_named(old: str, new: str, words: str, repository: Path) -> None:
-    file = repository / "ggml/edits.toml"
+    file = repository / "ggml/edits/operator.toml"
     assert old in file.read_text()
     file.write_text(file.read_text().replace(old, new))
     before = readers.contents(repository.parent / "tree")

@@ -23,7 +23,7 @@ def test_sources_are_include_src_and_tests_sorted_bytewise(tmp_path: Path) -> No
         "src/ggml-a.c",
         "include/Z.h",
         "include/a.h",
-        "edits.toml",
+        "edits/operator.toml",
         "cmake/x.cmake",
     ]
     write(tmp_path, dict.fromkeys(names, ""))
