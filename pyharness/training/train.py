@@ -306,9 +306,7 @@ def run(args: argparse.Namespace) -> int:
         raise errors.Usage("--peer torch: needs --bench --device cuda and a shape of architecture llama")
     absent = [name for name in torch_step.PACKAGES if args.peer and not importlib.util.find_spec(name)]
     if absent:
-        raise errors.Environment(
-            f"--peer torch: no {' and no '.join(absent)}", f"{sys.executable} -m pip install {' '.join(absent)}"
-        )
+        raise errors.Environment(f"--peer torch: no {' and no '.join(absent)}", f"install it for {sys.executable}")
     if args.device == "cuda":
         cuda.require("CUDA0")
     args.out.mkdir(parents=True, exist_ok=True)
