@@ -152,7 +152,12 @@ def timed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
     def peers(*_: Any) -> list[dict[str, Any]]:
         fits: dict[str, Any] = {"exit_code": 0, "problem": "", "losses": ["10.5", "10.25"], "steps_ns": [10**9, 10**8]}
-        fails = {"exit_code": 2, "problem": "exit 2: error: OutOfMemoryError: CUDA out of memory.", "losses": [], "steps_ns": []}
+        fails = {
+            "exit_code": 2,
+            "problem": "exit 2: error: OutOfMemoryError: CUDA out of memory.",
+            "losses": [],
+            "steps_ns": [],
+        }
         versions = {"torch": "2.11.0", "transformers": "5.0.0"}
         return [
             {"name": "torch", "mode": mode, "ctx": ctx, "versions": versions, "memory_bytes": {"peak": ctx << 20}}

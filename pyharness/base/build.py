@@ -36,6 +36,9 @@ SCRIPTS = {"oracle": "oracle", "test": "test", "gpucheck": "gpu-check", "train":
 TESTED = ("test-backend-ops", "flash-attn-train")
 """Programs of the preset cpu that tests ask for beside its libraries."""
 
+WORKERS = ("-n", "logical", "--maxprocesses", "8", "--dist", "loadgroup")
+"""How pytest-xdist shares all tests out: over the cores, those of an xdist_group on one worker."""
+
 SECONDS = {"cpu": 8.0, "cuda": 30.0}
 """About how long one core compiles one of ggml's and llama.cpp's files."""
 
@@ -237,7 +240,8 @@ def test(args: list[str]) -> int:
     if not whole:
         checks = {}
     build("cpu", *(("ggml", *TESTED) if whole and not quick else ("ggml",)))
-    checks["pytest"] = ["pytest", f"--junit-xml={ROOT / 'build/junit.xml'}", *["-m", "not slow"] * quick, *words]
+    chosen = [*["-m", "not slow"] * quick, *(WORKERS if whole else ())]
+    checks["pytest"] = ["pytest", f"--junit-xml={ROOT / 'build/junit.xml'}", *chosen, *words]
     failed = []
     for name, command in checks.items():
         print(f"--- {name}", flush=True)

@@ -25,6 +25,8 @@ FLAGS = ["-x", "hip", "-nogpulib", "-std=c++17", "-O3", "-w", "-DNDEBUG", "-D_GN
 DEFINES = ["-D__HIP_PLATFORM_AMD__", "-DGGML_USE_HIP", "-DGGML_HIP_GRAPHS", "-DGGML_HIP_NO_VMM"]
 SOURCES = [*ptxas.sources(), "ggml-cuda.cu"]
 
+pytestmark = pytest.mark.xdist_group("hip")
+
 Compiled = dict[tuple[str, str], Future[subprocess.CompletedProcess[str]]]
 
 

@@ -18,6 +18,8 @@ from pyharness.perf import ptxas
 
 MIB = 1 << 20
 
+pytestmark = pytest.mark.xdist_group("workspace")
+
 
 class Node(NamedTuple):
     """What a plan depends on; arch as in __CUDA_ARCH__."""

@@ -461,10 +461,10 @@ def test_a_build_says_what_it_compiles_and_how_long_that_takes(
 @pytest.mark.parametrize(
     ("words", "checks", "options"),
     [
-        ([], 5, []),
-        (["-x"], 5, ["-x"]),
-        (["--quick"], 5, ["-m", "not slow"]),
-        (["--quick", "-x"], 5, ["-m", "not slow", "-x"]),
+        ([], 5, [*build.WORKERS]),
+        (["-x"], 5, [*build.WORKERS, "-x"]),
+        (["--quick"], 5, ["-m", "not slow", *build.WORKERS]),
+        (["--quick", "-x"], 5, ["-m", "not slow", *build.WORKERS, "-x"]),
         (["--lf", "-x"], 1, ["--lf", "-x"]),
         (["-k", "tree"], 1, ["-k", "tree"]),
     ],
