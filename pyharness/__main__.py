@@ -42,7 +42,8 @@ def _main() -> int:
         except OSError:
             os.open(os.devnull, os.O_RDWR)  # takes the lowest free number, which a file of the run would get otherwise
     (output, sys.stdout), (_, sys.stderr) = _open(1), _open(2)
-    for number in (signal.SIGTERM, signal.SIGHUP):
+    stops = ("SIGTERM", "SIGHUP", "SIGBREAK")
+    for number in (getattr(signal, name) for name in stops if hasattr(signal, name)):
         if signal.getsignal(number) == signal.SIG_DFL:  # not under nohup
             signal.signal(number, signal.default_int_handler)
     try:

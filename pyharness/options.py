@@ -7,7 +7,7 @@ import difflib
 import re
 from pathlib import Path
 
-from .base import errors
+from .base import errors, system
 from .case import capture_file, cases
 from .device import ggml
 
@@ -135,7 +135,7 @@ def select(args: argparse.Namespace) -> list[cases.Case]:
 def library(args: argparse.Namespace) -> ggml.Library:
     """The libraries that the options name, all of one folder. Raises errors.Environment."""
     library = ggml.Library.open(args.libs, args.preset)
-    inside = {path.resolve() for path in library.directory.glob("libggml*")}
+    inside = {path.resolve() for path in system.libraries(library.directory, "ggml")}
     for path in library.mapped():
         if path not in inside:  # a library names the folder that it was built in
             raise errors.Environment(

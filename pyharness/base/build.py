@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import fcntl
 import hashlib
 import os
 import re
@@ -19,11 +18,20 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
+
+if sys.platform == "win32":
+    import msvcrt
+else:
+    import fcntl
 
 ROOT = Path(__file__).resolve().parents[2]
 VENV = ROOT / ".venv"
-PYTHON = VENV / "bin/python"
+PROGRAMS = "Scripts" if sys.platform == "win32" else "bin"
+"""Folder of a virtual environment that holds its programs."""
+
+PYTHON_NAME = "python.exe" if sys.platform == "win32" else "python"
+PYTHON = VENV / PROGRAMS / PYTHON_NAME
 COMPILERS = (
     ("CC", "cc", "gcc", "c11", "int a;"),
     ("CXX", "c++", "g++", "c++17", "#include <charconv>\nint main() { if constexpr (true) { return 0; } }"),
@@ -67,7 +75,10 @@ def main(verb: str, args: list[str]) -> int:
             python = PYTHON
         if verb in ("install", "test"):
             return test(args) if verb == "test" else 0
-        os.execv(python, [str(python), "-m", "pyharness", verb, *args])
+        command = [str(python), "-m", "pyharness", verb, *args]
+        if sys.platform == "win32":  # where the shell would not wait for what takes this process's place
+            return subprocess.call(command)
+        os.execv(python, command)
     except KeyboardInterrupt:
         return 130
     except (SetupError, OSError) as error:
@@ -118,18 +129,36 @@ def _lock(name: str) -> Iterator[None]:
             " to, or use libraries built elsewhere: python -m pyharness oracle --libs DIR --receipts DIR"
         ) from error
     with file as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not hold(lock, wait=False):
             with Progress(f"waiting for another {name} of this checkout"):
-                fcntl.flock(lock, fcntl.LOCK_EX)
+                hold(lock)
         yield
+
+
+def hold(file: IO[Any], wait: bool = True) -> bool:
+    """Hold an open file until it is closed, as one process at a time may; False if one does and this is not to wait."""
+    while True:
+        try:
+            if sys.platform == "win32":
+                file.seek(0)
+                msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
+            else:
+                fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            return True
+        except (BlockingIOError, PermissionError):  # the latter is Windows' word
+            if not wait:
+                return False
+            time.sleep(0.1)
 
 
 def check_machine() -> None:
     """Raise SetupError where Python or the compilers are missing or too old."""
     if sys.version_info < (3, 10):  # noqa: UP036 (runs on whatever python3 is)
         raise SetupError(f"Python 3.10 or newer is needed, this is {sys.version.split()[0]}; set PYTHON to a newer one")
+    if sys.platform == "win32":  # CMake finds out what the compiler can do
+        if not any(map(shutil.which, ("cl", "clang", "gcc"))):
+            raise SetupError("no compiler: run this in a Developer Command Prompt of Visual Studio")
+        return
     for variable, default, package, language, program in COMPILERS:
         command = os.environ.get(variable, default).split()
         if not shutil.which(command[0]):
@@ -148,7 +177,8 @@ def install(*extras: str) -> None:
     named = [(ROOT / name).read_bytes() for name in ("pyproject.toml", "pyharness/__init__.py")]  # with the version
     wanted = hashlib.sha256(b"".join(named) + sys.version.encode()).hexdigest()
     stamps = {path: set(path.name.split("-", 1)[1].split(",")) for path in VENV.glob("installed-*")}
-    whole = PYTHON.exists() and str(VENV) in _text(VENV / "bin/activate")  # its programs name the place it was made in
+    named_here = str(VENV) in _text(VENV / PROGRAMS / "activate")  # its programs name the place it was made in
+    whole = PYTHON.exists() and named_here
     if whole and any(set(extras) <= found and _text(path) == wanted for path, found in stamps.items()):
         return
     if not whole:
@@ -160,7 +190,7 @@ def install(*extras: str) -> None:
 
 def interpreter(folder: Path) -> Path:
     """A Python with the packages of pyharness.patch: this one, or that of a virtual environment made as `folder`."""
-    own = folder / "bin/python"
+    own = folder / PROGRAMS / PYTHON_NAME
     usable = "import pip; from pyharness.patch import tree; tree.tree_sitter.QueryCursor"  # of tree-sitter 0.25
     for python in (Path(sys.executable), own):
         if python.exists() and subprocess.run([python, "-c", usable], cwd=ROOT, capture_output=True).returncode == 0:
@@ -217,7 +247,7 @@ def pip(extra: str = "") -> str:
 
 def environment() -> dict[str, str]:
     """The process environment with the virtual environment's programs first."""
-    return os.environ | {"PATH": f"{VENV / 'bin'}{os.pathsep}{os.environ.get('PATH', os.defpath)}"}
+    return os.environ | {"PATH": f"{VENV / PROGRAMS}{os.pathsep}{os.environ.get('PATH', os.defpath)}"}
 
 
 def test(args: list[str]) -> int:

@@ -8,7 +8,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from .build import PYTHON, ROOT, VENV, pip
+from .build import PROGRAMS, PYTHON, ROOT, VENV, pip
 
 
 def python() -> str:
@@ -28,7 +28,7 @@ def packages() -> str:
     """Get the packages of pyharness: into the checkout's virtual environment, or that environment itself."""
     if Path(sys.prefix) == VENV:
         return pip()
-    return f". {shlex.quote(str(VENV / 'bin/activate'))}" if PYTHON.exists() else script("oracle")
+    return f". {shlex.quote(str(VENV / PROGRAMS / 'activate'))}" if PYTHON.exists() else script("oracle")
 
 
 def rebuild(libraries: Path) -> str:
@@ -39,7 +39,7 @@ def rebuild(libraries: Path) -> str:
 
 def build(preset: str) -> str:
     """Configure and build the libraries of a CMake preset."""
-    path = f'export PATH={shlex.quote(str(VENV / "bin"))}:"$PATH"'
+    path = f'export PATH={shlex.quote(str(VENV / PROGRAMS))}:"$PATH"'
     name = shlex.quote(preset)
     return (
         f"(cd {shlex.quote(str(ROOT))} && {path} && cmake --preset {name} && cmake --build build/{name} --target ggml)"

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import re
+import sys
 from typing import Any
 
 from . import errors
@@ -17,6 +18,7 @@ from . import errors
 KERNEL_PATH = "GGML_CUDA_FATTN_BACK_PATH"
 """The environment variable that holds the CUDA backend to one kernel path."""
 PATHS = ("hopper", "mma", "rows")
+DRIVER = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
 
 _L2_CACHE_SIZE = 38  # CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE
 _driver: ctypes.CDLL | None = None
@@ -27,11 +29,9 @@ def _call(name: str, *arguments: Any) -> None:
     global _driver
     if _driver is None:
         try:
-            _driver = ctypes.CDLL("libcuda.so.1")
+            _driver = ctypes.CDLL(DRIVER)
         except OSError as e:
-            raise errors.Environment(
-                "no CUDA driver: libcuda.so.1 cannot be loaded", hint="run on the CPU: -b CPU"
-            ) from e
+            raise errors.Environment(f"no CUDA driver: {DRIVER} cannot be loaded", hint="run on the CPU: -b CPU") from e
         try:
             _call("cuInit", 0)
         except errors.Environment:

@@ -44,7 +44,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
-from ..base import build, cuda, errors
+from ..base import build, cuda, errors, system
 from ..base.digest import ROOT
 from ..case.cases import OP, Case
 from ..device import ggml
@@ -152,6 +152,12 @@ def exit_code(states: set[str]) -> int:
     if "LOST" in states:
         return errors.Lost.exit_code
     return 1 if states & {"FAILED", "TIME"} else 0 if "ok" in states else errors.Environment.exit_code
+
+
+if sys.platform == "win32":  # sends an interrupt to all of a group
+    INTERRUPT, GROUP = signal.CTRL_BREAK_EVENT, subprocess.CREATE_NEW_PROCESS_GROUP
+else:
+    INTERRUPT, GROUP = signal.SIGINT, 0
 
 
 def heed_interrupts() -> None:
@@ -275,7 +281,9 @@ class _Runner:
         environment = os.environ | {"GGML_NO_BACKTRACE": "1"} | more
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
         try:
-            process = subprocess.Popen(words, cwd=ROOT, env=environment, text=True, errors="replace", **pipes)
+            process = subprocess.Popen(
+                words, cwd=ROOT, env=environment, text=True, errors="replace", creationflags=GROUP, **pipes
+            )
         except OSError as e:
             self._note(str(e))
             return 127, [str(e)]
@@ -305,7 +313,7 @@ class _Runner:
                     process.wait(min(self.left(), 1))
         finally:
             if process.poll() is None:
-                process.send_signal(signal.SIGINT)
+                process.send_signal(INTERRUPT)
                 try:
                     process.wait(30)
                 except subprocess.TimeoutExpired:
@@ -478,7 +486,7 @@ def _pytest(runner: _Runner, *words: str, env: Mapping[str, str] | None = None, 
         return _not_run(f"{', '.join(missing)} not installed")
     args, jobs = runner.args, jobs or runner.args.jobs
     more = {"PYHARNESS_LIBS": str(runner.libs), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"} | train.search(
-        "LD_LIBRARY_PATH", runner.libs
+        system.LIBRARY_PATH, runner.libs
     )
     parallel = find_spec("xdist") is not None and jobs > 1
     common = [word for plugin in [*plugins, *["xdist.plugin"] * parallel] for word in ("-p", plugin)]
@@ -497,7 +505,7 @@ def _properties(runner: _Runner) -> Found:
 
 
 def _public(runner: _Runner) -> Found:
-    training = [ON_DEVICE_TRAINING] if (runner.libs / train.PROGRAM).exists() else []
+    training = [ON_DEVICE_TRAINING] if (runner.libs / system.program(train.PROGRAM)).exists() else []
     return _pytest(runner, "-m", "not large", *ON_DEVICE, *training)
 
 
@@ -521,7 +529,7 @@ def _backend_ops(runner: _Runner) -> Found:
         timed = ("-p", UPSTREAM_TIMED) if mode == "perf" else ()
         words = (str(program), mode, "-b", runner.args.backend, "-o", OP, *timed)
         code, lines = runner.share(len(modes) - number).command(
-            *words, env=train.search("LD_LIBRARY_PATH", runner.libs)
+            *words, env=train.search(system.LIBRARY_PATH, runner.libs)
         )
         said = [re.sub(r"\x1b\[[0-9;]*m", "", line).strip() for line in lines]
         failed = [line for line in said if line.startswith(OP) and "FAIL" in line]

@@ -6,7 +6,6 @@ import argparse
 import importlib.util
 import platform
 import shutil
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from importlib.metadata import version
@@ -92,5 +91,3 @@ def missing() -> Iterator[tuple[str, ...]]:
         yield "nvcc: the CUDA backend", "install the CUDA toolkit: https://developer.nvidia.com/cuda-downloads"
     elif not any("cuda" in name for name in presets()):
         yield "a CUDA build: the CUDA backend", commands.build("cuda")
-    if sys.platform != "linux":
-        yield ("Linux: the mapped libraries are read from /proc/self/maps",)

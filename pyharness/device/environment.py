@@ -13,7 +13,7 @@ from typing import Any
 
 import psutil
 
-from ..base import errors
+from ..base import errors, system
 from . import monitor
 
 _VARIABLES = ("GGML_", "OMP_", "OPENBLAS_", "MKL_", "CUDA_", "NVIDIA_TF32")
@@ -38,16 +38,6 @@ def collect(directory: Path, mapped: list[Path]) -> dict[str, Any]:
     }
 
 
-def mapped_files() -> list[Path]:
-    """Every file that this process has mapped, from /proc/self/maps, sorted, each once."""
-    paths: set[str] = set()
-    for line in Path("/proc/self/maps").read_text(encoding="utf-8", errors="surrogateescape").splitlines():
-        fields = line.split(None, 5)
-        if len(fields) == 6 and fields[5].startswith("/"):
-            paths.add(fields[5])
-    return sorted(Path(p) for p in paths)
-
-
 def _os() -> dict[str, str]:
     return {
         "system": platform.system(),
@@ -64,21 +54,15 @@ def _read(path: str) -> str | None:
         return None
 
 
-def cpu_name() -> str:
-    """The processor's own name, its architecture where it has none."""
-    found = re.search(r"^model name\s*:\s*(.+)$", _read("/proc/cpuinfo") or "", re.MULTILINE)
-    return found[1] if found else platform.processor() or platform.machine()
-
-
 def _cpu() -> dict[str, Any]:
     return {
-        "name": cpu_name(),
+        "name": system.cpu_name(),
         "cores": psutil.cpu_count(logical=False),
         "threads": psutil.cpu_count(),
         "usable": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None,
         "memory_bytes": psutil.virtual_memory().total,
         "governor": _read("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor"),
-        "load": [f"{value:.2f}" for value in os.getloadavg()],
+        "load": [f"{value:.2f}" for value in psutil.getloadavg()],
     }
 
 

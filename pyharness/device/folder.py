@@ -8,6 +8,7 @@ from pathlib import Path
 
 import psutil
 
+from ..base import system
 from . import environment
 
 UNKNOWN = "unknown"
@@ -37,7 +38,7 @@ class Folder:
 
     def mapped(self) -> list[Path]:
         """Each file once."""
-        return sorted({path.resolve() for path in self.directory.glob("libggml*.so*")})
+        return sorted({path.resolve() for path in system.libraries(self.directory, "ggml")})
 
     def devices(self) -> list[_Device]:
         """The one that is checked."""
@@ -46,4 +47,4 @@ class Folder:
         if number and int(number[1]) < len(cards):
             card = cards[int(number[1])]
             return [_Device(self.device, card["name"] or UNKNOWN, card["memory_bytes"] or 0)]
-        return [_Device(self.device, environment.cpu_name(), psutil.virtual_memory().total)]
+        return [_Device(self.device, system.cpu_name(), psutil.virtual_memory().total)]

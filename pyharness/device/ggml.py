@@ -10,6 +10,7 @@ import importlib.machinery
 import importlib.util
 import json
 import os
+import re
 import shlex
 import struct
 import subprocess
@@ -27,7 +28,7 @@ import numpy as np
 from cffi import recompiler
 from numpy.typing import NDArray
 
-from ..base import commands, errors
+from ..base import commands, errors, system
 from ..case.cases import PARTS, TYPES, Case, block
 from ..case.inputs import blank
 from ..case.operands import Inputs
@@ -36,6 +37,7 @@ from .ggml_cdef import CDEF, SOURCE
 ROOT = Path(__file__).resolve().parents[2]
 _DRIFTED = "headers and pyharness/device/ggml_cdef.py have drifted apart"
 MODULE = "_pyharness_ggml"
+BINDING = f"{MODULE}.{'pyd' if sys.platform == 'win32' else 'abi3.so'}"
 STRUCTS = ("struct ggml_tensor", "struct ggml_init_params", "struct ggml_flash_attn_back_params")
 
 GUARD = 1024  # bytes of guard on each side of a tensor
@@ -129,9 +131,7 @@ class Library:
 
     def mapped(self) -> list[Path]:
         """The ggml libraries that this process mapped."""
-        lines = Path("/proc/self/maps").read_text().splitlines()
-        paths = {line.split(maxsplit=5)[5] for line in lines if line.count("/") and "libggml" in line}
-        return sorted(Path(path) for path in paths)
+        return [path for path in system.mapped_files() if re.match("ggml(-|$)", system.stem(path.name))]
 
     def devices(self) -> list[Device]:
         """All devices, in ggml's order."""
@@ -581,20 +581,21 @@ def output_of(library: Library, attn: Any, inputs: Inputs) -> NDArray[np.float32
 
 
 def find_libraries(libs: Path | None, preset: str) -> Path:
-    """The directory of libggml-base.so: libs, $PYHARNESS_LIBS, or the preset's build. Raises errors.Environment."""
+    """The directory of ggml-base: libs, $PYHARNESS_LIBS, or the preset's build. Raises errors.Environment."""
     if libs is None and os.environ.get("PYHARNESS_LIBS"):
         libs = Path(os.environ["PYHARNESS_LIBS"])
     directory = libs or Path(_build(ROOT / "build" / preset).get("lib", ROOT / "build" / preset / "bin"))
-    if (directory / "libggml-base.so").exists():
+    base = system.library("ggml-base")
+    if (directory / base).exists():
         return directory.resolve()
     if libs:
         raise errors.Environment(
-            f"no libggml-base.so in {libs}",
+            f"no {base} in {libs}",
             "give the directory of the built libraries, shared ones (BUILD_SHARED_LIBS=ON)",
         )
     known = presets()
     raise errors.Environment(
-        f"preset {preset} is not built: no libggml-base.so in {directory}",
+        f"preset {preset} is not built: no {base} in {directory}",
         f"presets: {', '.join(known)}" if known and preset not in known else commands.build(preset),
     )
 
@@ -621,9 +622,42 @@ def _build(directory: Path) -> dict[str, str]:
     return dict(json.loads(path.read_text())) if path.exists() else {}
 
 
+def _compile(folder: Path, include: Path, libraries: Path) -> Path:
+    """Compile the cffi module in a folder. Raises errors.Environment."""
+    ffi = cffi.FFI()
+    ffi.cdef(CDEF)
+    if sys.platform == "win32":  # links with import libraries, by the compiler that setuptools finds
+        names = [system.stem(path.name) for path in system.libraries(libraries, "ggml")]
+        ffi.set_source(MODULE, SOURCE, include_dirs=[str(include)], library_dirs=[str(libraries)], libraries=names)
+        try:
+            return Path(ffi.compile(str(folder)))
+        except cffi.VerificationError as error:
+            raise errors.Environment(f"the binding was not built: {error}", _DRIFTED) from None
+    source, built = folder / f"{MODULE}.c", folder / BINDING
+    recompiler.make_c_source(ffi, MODULE, SOURCE, str(source))
+    python = Path(sysconfig.get_path("include"))
+    if not (python / "Python.h").exists():
+        raise errors.Environment(
+            f"no Python.h in {python}", "install Python's headers (Debian: apt install python3-dev)"
+        )
+    compiler = shlex.split(os.environ.get("CC", "cc"))
+    kind = ("-bundle", "-undefined", "dynamic_lookup") if sys.platform == "darwin" else ("-shared", "-fPIC")
+    command = [*compiler, *kind, "-O1", "-w", f"-I{include}", f"-I{python}", str(source), "-o", str(built)]
+    try:
+        done = subprocess.run(command, check=False, capture_output=True, text=True)
+    except OSError as error:
+        raise errors.Environment(f"{compiler[0]}: {error.strerror}", "install a C compiler, or set CC") from None
+    if done.returncode:
+        lines = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
+        raise errors.Environment(
+            f"the binding does not fit the headers in {include}: {lines[0] if lines else done.returncode}", _DRIFTED
+        )
+    return built
+
+
 def build_extension(directory: Path) -> Path:
     """The cffi module for the libraries in a directory, compiled there unless it fits the headers and declarations."""
-    extension = directory / f"{MODULE}.abi3.so"
+    extension = directory / BINDING
     stamp = directory / f"{MODULE}.sha256"
     include = find_headers(directory)
     if include is None:
@@ -637,39 +671,8 @@ def build_extension(directory: Path) -> Path:
         digest.update(header.read_bytes())
     if extension.exists() and stamp.exists() and stamp.read_text() == digest.hexdigest():
         return extension
-    ffi = cffi.FFI()
-    ffi.cdef(CDEF)
     with tempfile.TemporaryDirectory(dir=directory) as temporary:
-        source, built = Path(temporary) / f"{MODULE}.c", Path(temporary) / extension.name
-        recompiler.make_c_source(ffi, MODULE, SOURCE, str(source))
-        python = Path(sysconfig.get_path("include"))
-        if not (python / "Python.h").exists():
-            raise errors.Environment(
-                f"no Python.h in {python}", "install Python's headers (Debian: apt install python3-dev)"
-            )
-        compiler = shlex.split(os.environ.get("CC", "cc"))
-        command = [
-            *compiler,
-            "-shared",
-            "-fPIC",
-            "-O1",
-            "-w",
-            f"-I{include}",
-            f"-I{python}",
-            str(source),
-            "-o",
-            str(built),
-        ]
-        try:
-            done = subprocess.run(command, check=False, capture_output=True, text=True)
-        except OSError as error:
-            raise errors.Environment(f"{compiler[0]}: {error.strerror}", "install a C compiler, or set CC") from None
-        if done.returncode:
-            lines = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
-            raise errors.Environment(
-                f"the binding does not fit the headers in {include}: {lines[0] if lines else done.returncode}",
-                _DRIFTED,
-            )
+        built = _compile(Path(temporary), include, directory)
         os.replace(built, extension)
         stamp.write_text(digest.hexdigest())
     return extension
@@ -687,8 +690,10 @@ def _check_whole(library: Path) -> None:
 
 def _load_shared(directory: Path) -> None:
     """Map the libraries so that the extension finds their symbols: base first, libggml last, backends between."""
-    names = sorted(directory.glob("libggml-*.so"), key=lambda path: path.name != "libggml-base.so")
-    for path in [*names, *directory.glob("libggml.so")]:
+    if sys.platform == "win32":
+        os.add_dll_directory(str(directory))
+    first, last = system.library("ggml-base"), system.library("ggml")
+    for path in sorted(directory.glob(system.library("ggml*")), key=lambda p: (p.name == last, p.name != first)):
         try:
             _check_whole(path)
             ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)

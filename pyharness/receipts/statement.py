@@ -6,6 +6,7 @@ strings, times are integer nanoseconds, paths are relative with "/" between fold
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import datetime
 import functools
@@ -16,14 +17,14 @@ import os
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import jsonschema
 import rfc8785
 
-from ..base import digest, errors
+from ..base import digest, errors, system
 from ..base.digest import ROOT
 from ..case import capture_file, cases
 from ..case.cases import Case
@@ -207,7 +208,7 @@ def libraries(library: Library | Folder, root: Path = ROOT) -> list[dict[str, An
     sources = {"base": library.source} | {d.name.rstrip("0123456789").lower(): d.source for d in library.devices()}
     found = []
     for path in library.mapped():
-        part = path.name.removeprefix("libggml").partition(".")[0].lstrip("-").partition("-")[0]
+        part = system.stem(path.name).removeprefix("ggml").lstrip("-").partition("-")[0]
         inside = path.resolve().is_relative_to(root.resolve())
         found.append(
             {
@@ -404,7 +405,7 @@ def build(
         "inputs": inputs(mode, extra, root),
         "limits": {name: number(value) for name, value in cases.limits(root / cases.LIMITS.relative_to(ROOT)).items()},
         "libraries": libraries(library, root),
-        "environment": environment.collect(library.directory, environment.mapped_files()),
+        "environment": environment.collect(library.directory, system.mapped_files()),
         "devices": [
             {"name": d.name, "description": d.description, "memory_bytes": d.memory_total} for d in library.devices()
         ],
@@ -477,6 +478,22 @@ def file_name(body: Document) -> str:
     return f"{stamp}-{body['mode']}-{body['id'][:12]}.json"
 
 
+@contextlib.contextmanager
+def _written(folder: Path, data: bytes) -> Iterator[Path]:
+    """A hidden file with data, whole on the disk and closed; it is gone afterwards, unless it has another name then."""
+    with tempfile.NamedTemporaryFile(dir=folder, prefix=".", suffix=".tmp", delete=False) as file:
+        path = Path(file.name)
+        try:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+            os.chmod(path, 0o644)
+            file.close()
+            yield path
+        finally:
+            path.unlink(missing_ok=True)
+
+
 def save(directory: Path, document: Document) -> Path:
     """Write a document under its name: whole or not at all, never over another file."""
     problems = schema_errors(document)
@@ -485,12 +502,8 @@ def save(directory: Path, document: Document) -> Path:
     path = directory / file_name(document["predicate"]["receipt"])
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=directory, prefix=".", suffix=".tmp") as file:
-            file.write(canonical(document) + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
-            os.chmod(file.name, 0o644)
-            os.link(file.name, path)
+        with _written(directory, canonical(document) + b"\n") as file:
+            os.link(file, path)
     except OSError as e:
         if isinstance(e, FileExistsError) and directory.is_dir():
             raise errors.Environment(f"{path} is there already and receipts are never overwritten") from None
@@ -503,16 +516,8 @@ def save(directory: Path, document: Document) -> Path:
 def replace(path: Path, data: bytes) -> None:
     """Write a file: whole or not at all; what lay there before is replaced. errors.Environment where it cannot be."""
     try:
-        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".", suffix=".tmp", delete=False) as file:
-            try:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-                os.chmod(file.name, 0o644)
-                os.replace(file.name, path)
-            except BaseException:
-                os.unlink(file.name)
-                raise
+        with _written(path.parent, data) as file:
+            os.replace(file, path)
     except OSError as e:
         raise errors.Environment(
             f"cannot write {path}: {e.strerror}", hint="make room or permit it, and run again"

@@ -11,6 +11,7 @@ import hashlib
 import math
 import os
 import signal
+import sys
 import threading
 import warnings
 from collections import Counter
@@ -172,8 +173,8 @@ def _selected(body: Document, chosen: dict[str, Any], root: Path) -> Iterator[Fi
 @contextlib.contextmanager
 def _within(seconds: float) -> Iterator[None]:
     """TimeoutError where what a receipt gives, an expression or a number of random cases, takes longer than this; only
-    in the main thread, which alone signals reach."""
-    if threading.current_thread() is not threading.main_thread():
+    in the main thread, which alone signals reach, and not on Windows, which has no timer for it."""
+    if sys.platform == "win32" or threading.current_thread() is not threading.main_thread():
         yield
         return
 

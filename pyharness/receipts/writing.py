@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import options
-from ..base import digest, errors
+from ..base import digest, errors, system
 from ..base.digest import ROOT
 from ..case.cases import Case
 from ..device.ggml import Device, Library
@@ -24,7 +24,7 @@ def check_source(library: Library, root: Path = ROOT) -> None:
     want = digest.files(root)
     tree = digest.patch_digest(root)
     for item in statement.libraries(library, root):
-        if item["source"] == tree or item["name"].startswith("libggml."):
+        if item["source"] == tree or system.stem(item["name"]) == "ggml":
             continue
         if item["source"] is None:
             raise errors.Environment(

@@ -30,7 +30,7 @@ import gguf
 import numpy as np
 import numpy.typing as npt
 
-from ..base import build, cuda, errors
+from ..base import build, cuda, errors, system
 from ..base.digest import ROOT
 from ..case import capture_file
 from ..device import ggml
@@ -119,7 +119,7 @@ class Run:
 
 
 def search(variable: str, folder: Path) -> dict[str, str]:
-    """The environment in which `folder` is the first of a search path such as LD_LIBRARY_PATH."""
+    """The environment in which `folder` is the first of a search path such as PATH."""
     return {variable: os.pathsep.join(filter(None, (str(folder), os.environ.get(variable))))}
 
 
@@ -141,7 +141,7 @@ def execute(
     command = [str(program), "--model", str(model), "--text", str(text)]
     for name, value in options.items():
         command += [f"--{name.replace('_', '-')}", str(int(value) if isinstance(value, bool) else value)]
-    return follow(command, seconds, say, search("LD_LIBRARY_PATH", program.parent))
+    return follow(command, seconds, say, search(system.LIBRARY_PATH, program.parent))
 
 
 def follow(command: list[str], seconds: float | None, say: Callable[[str], None], environment: dict[str, str]) -> Run:
@@ -210,7 +210,7 @@ def gradient_errors(on: Path, off: Path) -> dict[str, float]:
 def prepare(preset: str) -> Path:
     """The training program of a preset, built as far as that is still to do."""
     try:
-        return build.build(preset, PROGRAM) / "bin" / PROGRAM
+        return build.build(preset, PROGRAM) / "bin" / system.program(PROGRAM)
     except build.SetupError as error:
         raise errors.Environment(str(error)) from None
 
@@ -223,7 +223,7 @@ def prepare_stock(root: Path = ROOT) -> Path:
     source, binary = root / "build/stock" / pin.folder, root / "build/stock/bin"
     if not source.exists():
         tree.unpack(tree.fetch(pin, root), pin.subdir, source)
-    program = binary / "bin" / PROGRAM
+    program = binary / "bin" / system.program(PROGRAM)
     options = ["-DCMAKE_BUILD_TYPE=Release"]
     options += [f"-DLLAMA_BUILD_{part}=OFF" for part in ("COMMON", "TESTS", "EXAMPLES", "TOOLS", "SERVER", "APP")]
     if shutil.which("ccache"):
@@ -310,7 +310,7 @@ def run(args: argparse.Namespace) -> int:
     if args.device == "cuda":
         cuda.require("CUDA0")
     args.out.mkdir(parents=True, exist_ok=True)
-    program = args.libs / PROGRAM if args.libs else prepare(args.device)
+    program = args.libs / system.program(PROGRAM) if args.libs else prepare(args.device)
     if not program.is_file():
         hint = f"build it there, on a llama.cpp tree: cmake --build BUILD --target {PROGRAM}"
         raise errors.Environment(f"no {PROGRAM} in {program.parent}", hint)
@@ -459,7 +459,7 @@ def trained(args: argparse.Namespace, program: Path, model: Path, text: Path) ->
         "model_sha256": statement.sha256(model),
         "programs": [
             {"name": file.name, "digest": {"sha256": statement.sha256(file)}}
-            for file in (program, next(program.parent.glob("libllama.so*")).resolve())
+            for file in (program, next(system.libraries(program.parent, "llama")).resolve())
         ],
     }
 

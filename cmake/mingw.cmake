@@ -1,0 +1,12 @@
+# Toolchain that builds for Windows on Debian: cmake --preset mingw (apt install g++-mingw-w64-x86-64-posix)
+set(CMAKE_SYSTEM_NAME Windows)
+set(CMAKE_SYSTEM_PROCESSOR x86_64)
+set(CMAKE_C_COMPILER x86_64-w64-mingw32-gcc-posix)
+set(CMAKE_CXX_COMPILER x86_64-w64-mingw32-g++-posix)
+set(CMAKE_C_FLAGS_INIT -D_WIN32_WINNT=0x0601) # headers before version 11 lack what ggml uses of later Windows
+set(CMAKE_CXX_FLAGS_INIT -D_WIN32_WINNT=0x0601)
+list(APPEND CMAKE_FIND_ROOT_PATH /usr/x86_64-w64-mingw32)
+set(CMAKE_FIND_ROOT_PATH_MODE_PROGRAM NEVER)
+set(CMAKE_FIND_ROOT_PATH_MODE_LIBRARY ONLY)
+set(CMAKE_FIND_ROOT_PATH_MODE_INCLUDE ONLY)
+set(CMAKE_FIND_ROOT_PATH_MODE_PACKAGE ONLY)
