@@ -355,6 +355,11 @@ void ggml_flash_attn_back_src_grads(
     }
 }
 
+bool ggml_flash_attn_back_is_whole_view(const struct ggml_tensor * node) {
+    return node->op == GGML_OP_VIEW && node->type == GGML_TYPE_F32 && ggml_is_contiguous(node) &&
+        ggml_are_same_layout(node, node->src[0]);
+}
+
 struct ggml_tensor * ggml_flash_attn_back_prepare_grad(
     struct ggml_context * ctx,
     struct ggml_cgraph * cgraph,
@@ -364,12 +369,16 @@ struct ggml_tensor * ggml_flash_attn_back_prepare_grad(
     if (node->op != GGML_OP_CPY && node->op != GGML_OP_CONT && node->op != GGML_OP_VIEW) {
         return grad;
     }
-    if (node->op == GGML_OP_VIEW && needs_grad(cgraph, node->src[0], grads_needed)) {
+    const bool shows_part = node->op == GGML_OP_VIEW && !ggml_flash_attn_back_is_whole_view(node);
+    if (shows_part && needs_grad(cgraph, node->src[0], grads_needed)) {
         struct ggml_tensor * src = node->src[0];
         const size_t i           = ggml_hash_find(&cgraph->visited_hash_set, src);
         if (!cgraph->grads[i]) {
-            // zeros that do not read src: 0*src is NaN where a KV cache has unwritten cells, and src may not be F32
-            cgraph->grads[i] = ggml_fill(ctx, ggml_new_tensor(ctx, GGML_TYPE_F32, GGML_MAX_DIMS, src->ne), 0.0f);
+            // zeros that do not read src: 0*src is NaN where a KV cache has unwritten cells, and src may not be F32. They
+            // are a number repeated, as a leaf of src's shape would have memory from the first node to the last.
+            struct ggml_tensor * zero  = ggml_fill(ctx, ggml_new_tensor_1d(ctx, GGML_TYPE_F32, 1), 0.0f);
+            struct ggml_tensor * shape = ggml_new_tensor(ctx, GGML_TYPE_F32, GGML_MAX_DIMS, src->ne);
+            cgraph->grads[i]           = ggml_repeat(ctx, zero, shape);
         }
     }
     return ggml_is_contiguous(grad) ? grad : ggml_cont(ctx, grad);
