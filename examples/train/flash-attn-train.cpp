@@ -49,7 +49,8 @@ struct options {
     std::string fa        = "on";    // off, on, auto
     std::string type_k    = "f32";
     std::string type_v    = "f32";
-    std::string label; // TOKEN:LABEL, the label of a token of every window, for tests
+    std::string recompute; // what the backward pass forms again: elementwise or layers, see ggml-opt-memory.h
+    std::string label;     // TOKEN:LABEL, the label of a token of every window, for tests
 
     int steps         = 0;
     int warmup        = 0; // steps in which the learning rate rises to lr
@@ -84,6 +85,7 @@ struct options {
             { "--fa", &fa },
             { "--type-k", &type_k },
             { "--type-v", &type_v },
+            { "--recompute", &recompute },
             { "--label", &label },
         };
         const std::map<std::string, int *> numbers = {
@@ -451,6 +453,9 @@ static void log_problems(ggml_log_level level, const char * text, void *) {
 
 int main(int argc, char ** argv) {
     const options opt(argc, argv);
+    if (!opt.recompute.empty()) {
+        setenv("GGML_OPT_RECOMPUTE", opt.recompute.c_str(), 1);
+    }
     llama_log_set(log_problems, nullptr);
     ggml_backend_load_all();
     llama_backend_init();

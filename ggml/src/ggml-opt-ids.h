@@ -6,7 +6,7 @@
 // last product of a graph that is not static. Its backward forms a chunk's logits again, so that a batch never has them whole.
 static size_t ggml_opt_ids_chunk_size() {
     const char * mib = getenv("GGML_OPT_LOGITS_MIB");
-    return (mib ? strtoull(mib, nullptr, 10) : 512) * 1024 * 1024;
+    return (mib ? strtoull(mib, nullptr, 10) : 256) * 1024 * 1024;
 }
 
 // rows of a chunk
