@@ -145,15 +145,10 @@ train_cross_entropy_back(const train_cross_entropy_args a) {
     const float weight              = id >= 0 && id < a.nclasses ? *a.grad * *a.weight : NAN;
     const float scale               = 1.0f / stats.sum;
 
-    if (!a.ids) {
-        const float * labels = a.labels + row * a.nclasses;
-        for (int64_t i = threadIdx.x; i < a.nclasses; i += width) {
-            dst[i] = (expf(logits[i] - stats.max) * scale - labels[i]) * weight;
-        }
-        return;
-    }
-    const auto value = [&](const float x, const int64_t i) {
-        return (expf(x - stats.max) * scale - (i == id ? 1.0f : 0.0f)) * weight;
+    const float * labels = a.ids ? nullptr : a.labels + row * a.nclasses;
+    const auto value     = [&](const float x, const int64_t i) {
+        const float label = labels ? labels[i] : float(i == id);
+        return (expf(x - stats.max) * scale - label) * weight;
     };
     if (((uintptr_t) logits | (uintptr_t) dst | a.nclasses * sizeof(float)) % sizeof(float4) == 0) {
         for (int64_t i = threadIdx.x; i < a.nclasses / 4; i += width) {
