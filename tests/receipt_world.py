@@ -172,6 +172,7 @@ def timed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(train, "load", lambda _: ggml.Library.open(libraries()))
     out = folder / "receipts"
     args = Namespace(device="cpu", shape="tiny", out=folder, receipts=out, no_receipt=False, peer="torch")
+    args.recompute, args.bf16 = "layers", False
     assert train.bench(args, folder / train.PROGRAM, folder / "model.gguf", folder / "text.txt", {}) == 0
     (path,) = out.iterdir()
     return path

@@ -137,7 +137,7 @@ def runs_table(train: dict[str, Any]) -> str:
 
 
 def bench_table(bench: dict[str, Any]) -> str:
-    """Memory and time of a training step by context, flash attention off and on."""
+    """Memory and time of a training step by context, flash attention off and on, its variants and PyTorch."""
     runs = {(run["ctx"], run["flash_attn"]): run for run in bench["runs"]}
 
     def memory(run: dict[str, Any], key: str) -> str:
@@ -155,8 +155,15 @@ def bench_table(bench: dict[str, Any]) -> str:
         rows.append((str(ctx), *cells, step(off), step(on)))
     head = ("compute buffers off, MiB", "on", "peak of the device off, MiB", "on", "step off, s", "on")
     text = table(("context", *head), rows)
+    own = {run["ctx"]: step(run) for run in bench["runs"] if run["flash_attn"]}
+    if variants := bench.get("variants"):
+        rows = [
+            (str(v["ctx"]), v["name"], step(v), *(memory(v, key) for key in ("compute", "peak")), own[v["ctx"]])
+            for v in variants
+        ]
+        memories = ("compute buffers, MiB", "peak of the device, MiB")
+        text += "\n" + table(("context", "with", "step, s", *memories, "flash attention on, s"), rows)
     if peers := bench.get("peers"):
-        own = {run["ctx"]: step(run) for run in bench["runs"] if run["flash_attn"]}
         rows = [(str(p["ctx"]), f"PyTorch {p['mode']}", step(p), memory(p, "peak"), own[p["ctx"]]) for p in peers]
         text += "\n" + table(("context", "peer", "step, s", "peak of the device, MiB", "flash attention on, s"), rows)
     return text

@@ -558,10 +558,10 @@ def _uneven(train: dict[str, Any]) -> Iterable[str]:
 def _unpaired(bench: dict[str, Any]) -> Iterable[str]:
     """Runs of a training benchmark that lack the other setting of flash attention, or their steps."""
     found = [(run["ctx"], run["flash_attn"]) for run in bench["runs"]]
-    for kind in ("runs", "peers"):
+    for kind in ("runs", "variants", "peers"):
         for number_, run in enumerate(bench.get(kind, ())):
             place = f"predicate/receipt/bench/{kind}/{number_}"
-            if kind == "peers" and run["ctx"] not in {ctx for ctx, _ in found}:
+            if kind != "runs" and run["ctx"] not in {ctx for ctx, _ in found}:
                 yield f"{place}: a context that has no run of ours"
             if kind == "runs" and ((run["ctx"], not run["flash_attn"]) not in found or found.count(found[number_]) > 1):
                 yield f"{place}: not one run with flash attention off and one with it on"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,9 @@ class Shape:
     ff: int = 256
     context: int = 2048
     tied: bool = False  # the output matrix is the token embedding, which llama.cpp does not train
-    words: int = 0  # entries of the (SPM) tokenizer that are kept, 0 = all; the rest of a text becomes bytes
+    words: int = (
+        0  # entries of the (SPM) tokenizer, 0 = its own; fewer: the rest of a text becomes bytes; more: unused ones
+    )
 
     @property
     def bias(self) -> bool:
@@ -41,6 +44,7 @@ SHAPES = {
     "sinks": Shape("granite_swa"),
     "stories260k": Shape(layers=5, embd=64, heads=8, kv_heads=4, head=8, ff=172),
     "smollm2-135m": Shape(layers=30, embd=576, heads=9, kv_heads=3, ff=1536, tied=True),
+    "smollm2-135m-152k": Shape(layers=30, embd=576, heads=9, kv_heads=3, ff=1536, tied=True, words=151936),
     "qwen2.5-0.5b": Shape("qwen2", layers=24, embd=896, heads=14, kv_heads=2, ff=4864, tied=True),
     "llama3.2-1b": Shape(layers=16, embd=2048, heads=32, kv_heads=8, ff=8192, tied=True),
     "tinyllama-1.1b": Shape(layers=22, embd=2048, heads=32, kv_heads=4, ff=5632),
@@ -61,8 +65,8 @@ def write(file: Path, shape: Shape, vocabulary: Path, seed: int = 0, noise: floa
         _add(writer, name, value)
     for name, field in tokenizer.items():
         value = field.contents()
-        if name in ("tokenizer.ggml.tokens", "tokenizer.ggml.scores", "tokenizer.ggml.token_type"):
-            value = value[:words]
+        if name in _OF_WORDS:
+            value = value[:words] + [_OF_WORDS[name](i) for i in range(len(value), words)]
         writer.add_key_value(name, value, field.types[0], field.types[-1] if len(field.types) > 1 else None)
     rng, change = np.random.default_rng(seed), np.random.default_rng(seed + 1)
     for name, size in _tensors(shape, words).items():
@@ -72,11 +76,21 @@ def write(file: Path, shape: Shape, vocabulary: Path, seed: int = 0, noise: floa
             last = name.endswith(("attn_output.weight", "ffn_down.weight"))
             deviation = 0.02 / np.sqrt(2 * shape.layers) if last else 0.02
             values = rng.standard_normal(size, np.float32) * np.float32(deviation)
-        writer.add_tensor(name, values * (1 + np.float32(noise) * change.standard_normal(size, np.float32)))
+        if noise:
+            values *= 1 + np.float32(noise) * change.standard_normal(size, np.float32)
+        writer.add_tensor(name, values)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+_OF_WORDS: dict[str, Callable[[int], Any]] = {
+    "tokenizer.ggml.tokens": lambda i: f"<unused {i}>",
+    "tokenizer.ggml.scores": lambda _: 0.0,
+    "tokenizer.ggml.token_type": lambda _: int(gguf.TokenType.UNUSED),
+}
+"""Lists with an entry for each word, and the entry of a word that the tokenizer lacks."""
 
 
 def _tokenizer(vocabulary: Path) -> dict[str, gguf.ReaderField]:

@@ -56,6 +56,12 @@ CARD = 24 << 30
 graph, and the bytes of a card that it searches the longest context for."""
 
 
+RECOMPUTE = ("elementwise", "layers")
+BF16 = {"GGML_CUDA_CUBLAS_COMPUTE_TYPE": "bf16"}
+"""What the backward pass may form again, and the environment in which CUDA's products are of BF16; docs/training.md
+has both."""
+
+
 def bench_steps(device: str, ctx: int) -> int:
     """Steps of a run of --bench."""
     return STEPS[device] + 2**13 // ctx
@@ -133,15 +139,17 @@ def execute(
     text: Path,
     seconds: float | None = None,
     say: Callable[[str], None] = lambda _: None,
+    environment: dict[str, str] | None = None,
     **options: str | int | float | Path | bool,
 ) -> Run:
     """Runs the program with options by name (`steps=5`, `fa="off"`, `type_k="q8_0"`); a failure is in the Run.
 
-    It is ended after `seconds`, with exit code 124. `say` gets each event while it runs, in words."""
+    It is ended after `seconds`, with exit code 124. `say` gets each event while it runs, in words; `environment` adds
+    variables to this process's."""
     command = [str(program), "--model", str(model), "--text", str(text)]
     for name, value in options.items():
         command += [f"--{name.replace('_', '-')}", str(int(value) if isinstance(value, bool) else value)]
-    return follow(command, seconds, say, search(system.LIBRARY_PATH, program.parent))
+    return follow(command, seconds, say, search(system.LIBRARY_PATH, program.parent) | (environment or {}))
 
 
 def follow(command: list[str], seconds: float | None, say: Callable[[str], None], environment: dict[str, str]) -> Run:
@@ -278,7 +286,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--text", type=Path, metavar="FILE", help="train on this text")
     parser.add_argument("--threads", type=int, default=2, metavar="N", help="of the CPU backend (default: 2)")
     parser.add_argument("--stock", action="store_true", help="build unpatched llama.cpp, too, and try the model there")
+    parser.add_argument(
+        "--recompute", choices=RECOMPUTE, help="form results of the forward pass again, in less memory; --bench: too"
+    )
     parser.add_argument("--bench", action="store_true", help="instead: time and memory by context")
+    parser.add_argument("--bf16", action="store_true", help="with --bench on CUDA: with products of BF16, too")
     parser.add_argument("--peer", choices=("torch",), help="with --bench on CUDA: the same steps in PyTorch as well")
     parser.add_argument("--libs", type=Path, metavar="DIR", help=f"folder of a built {PROGRAM} and its libraries")
     parser.add_argument(
@@ -307,6 +319,8 @@ def run(args: argparse.Namespace) -> int:
     absent = [name for name in torch_step.PACKAGES if args.peer and not importlib.util.find_spec(name)]
     if absent:
         raise errors.Environment(f"--peer torch: no {' and no '.join(absent)}", f"install it for {sys.executable}")
+    if args.bf16 and not (args.bench and args.device == "cuda"):
+        raise errors.Usage("--bf16: needs --bench --device cuda")
     if args.device == "cuda":
         cuda.require("CUDA0")
     args.out.mkdir(parents=True, exist_ok=True)
@@ -332,6 +346,8 @@ def demo(args: argparse.Namespace, program: Path, model: Path, text: Path, commo
     library = None if args.no_receipt else load(program.parent)
     tokens = int(7.5 * args.ctx) if args.tokens is None else args.tokens
     common |= {"ctx": args.ctx, "tokens": tokens, "lr": args.lr, "warmup": args.warmup}
+    if args.recompute:
+        os.environ["GGML_OPT_RECOMPUTE"] = args.recompute  # of all runs, and told by the receipt
     tuned = args.out / "tuned.gguf"
     runs: dict[str, Run] = {}
     for fa in ("off", "on"):
@@ -572,22 +588,33 @@ def bench(args: argparse.Namespace, program: Path, model: Path, text: Path, comm
     timed: list[dict[str, Any]] = []
     record: dict[str, Any] = {"device": args.device, "shape": args.shape, "runs": [], "longest": {}}
 
-    def attempt(**options: Any) -> Run:
+    def attempt(environment: dict[str, str] | None = None, **options: Any) -> Run:
         # training reads K and V of the batch, never the cache
-        one = execute(program, model, text, BOX, type_k="f16", type_v="f16", **options, **common)
-        record["runs"].append(options | {"exit_code": one.exit_code, "problem": one.problem, "events": one.events})
+        given = {"type_k": "f16", "type_v": "f16", **options, **common}
+        one = execute(program, model, text, BOX, environment=environment, **given)
+        told = {"exit_code": one.exit_code, "problem": one.problem, "events": one.events}
+        record["runs"].append({"environment": environment or {}, **options, **told})
         (args.out / "bench.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
         return one
 
-    print(f"context  FA   {'step, s':>9}  {'spread':>16}  {'compute, MiB':>12}  {'device peak, MiB':>16}  loss")
+    kinds: dict[str, dict[str, Any]] = {"off": {"fa": "off"}, "on": {"fa": "on"}}
+    if args.recompute:
+        kinds[args.recompute] = {"fa": "on", "recompute": args.recompute}
+    if args.bf16:
+        kinds["bf16"] = {"fa": "on", "environment": BF16}
+    variants: list[dict[str, Any]] = []
+    print(f"context  FA, with     {'step, s':>9}  {'spread':>16}  {'compute, MiB':>12}  {'device peak, MiB':>16}  loss")
     for ctx in CONTEXTS[args.device]:
-        for fa in ("off", "on"):
-            one = attempt(steps=bench_steps(args.device, ctx), fa=fa, ctx=ctx)
-            ended = {"exit_code": one.exit_code, "problem": one.problem}
-            timed.append({"ctx": ctx, "flash_attn": fa == "on", **ended, **measured(one)})
+        for kind, options in kinds.items():
+            one = attempt(steps=bench_steps(args.device, ctx), ctx=ctx, **options)
+            ended = {"exit_code": one.exit_code, "problem": one.problem, **measured(one)}
+            if kind in ("off", "on"):
+                timed.append({"ctx": ctx, "flash_attn": kind == "on", **ended})
+            else:
+                variants.append({"name": kind, "ctx": ctx, **ended})
             times = one.seconds[1:] or [float("nan")]
             print(
-                f"{ctx:7}  {fa:3}  {statistics.median(times):9.4f}  {min(times):.4f} .. {max(times):.4f}  "
+                f"{ctx:7}  {kind:11}  {statistics.median(times):9.4f}  {min(times):.4f} .. {max(times):.4f}  "
                 f"{one.memory('compute') / 2**20:12.0f}  {one.memory('peak') / 2**20:16.0f}  "
                 f"{one.problem or f'{one.losses[-1]:.6f}'}",
                 flush=True,
@@ -600,19 +627,26 @@ def bench(args: argparse.Namespace, program: Path, model: Path, text: Path, comm
         print(f"nodes on the CPU: {', '.join(on_cpu) or 'none'}")
     print(f"attention nodes on another device than their layer: {len(placed.misplaced)} of {len(placed.all('node'))}")
     print(f"kernel paths: {placed.paths}")
-    for fa in ("off", "on") if args.device != "cpu" else ():
+    for kind in [kind for kind in kinds if kind != "bf16"] if args.device != "cpu" else ():
         ctx = 512
-        while ctx < 1 << 18 and attempt(steps=1, fa=fa, ctx=ctx, memory=CARD).exit_code == 0:
-            record["longest"][fa] = ctx
+        while ctx < 1 << 18 and attempt(steps=1, ctx=ctx, memory=CARD, **kinds[kind]).exit_code == 0:
+            record["longest"][kind] = ctx
             ctx *= 2
-        longest = record["longest"].get(fa, "none")
-        print(f"longest of 512, 1024, 2048, ... on {CARD >> 30} GiB, flash attention {fa}: {longest}")
+        longest = record["longest"].get(kind, "none")
+        print(f"longest of 512, 1024, 2048, ... on {CARD >> 30} GiB, flash attention {kind}: {longest}")
     (args.out / "bench.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     # a context that does not fit is a result
-    failed = any(one["exit_code"] and "out of memory" not in one["problem"] for one in timed + peers)
+    failed = any(one["exit_code"] and "out of memory" not in one["problem"] for one in timed + variants + peers)
+    plain = {one["ctx"]: one["losses"] for one in timed if one["flash_attn"] and not one["exit_code"]}
+    for again in variants:
+        if again["name"] in RECOMPUTE and again["losses"] != plain.get(again["ctx"], again["losses"]):
+            print(f"FAILED  context {again['ctx']}: other losses where results are formed again")
+            failed = True
     if library:
         longest = {"card_bytes": CARD, **record["longest"]} if record["longest"] else None
         found = {**trained(args, program, model, text), "runs": timed, "longest": longest}
+        if variants:
+            found["variants"] = variants
         if args.peer:
             found["peers"] = peers
         writing.save(

@@ -543,6 +543,7 @@ def test_a_benchmark_shows_memory_and_time_by_context(benchmark: Path) -> None:
     text = show.summary(document)
     assert "| 512 | 1024 | 512 | 2048 | 1024 | 0.4 (0.31 .. 0.49) | 0.4 (0.31 .. 0.49) |" in text
     assert "| 2048 | 4096, does not fit | 2048 | 8192, does not fit | 4096 | - | 0.46 (0.43 .. 0.49) |" in text
+    assert "| 1024 | layers | 0.44 (0.39 .. 0.49) | 1024 | 2048 | 0.44 (0.39 .. 0.49) |" in text
     assert "| 512 | PyTorch bf16 | 0.1 (0.1 .. 0.1) | 512 | 0.4 (0.31 .. 0.49) |" in text
     assert "| 2048 | PyTorch tf32 | - | 2048, does not fit | 0.46 (0.43 .. 0.49) |" in text
     assert pages._what(document["predicate"]["receipt"]) == "train: tiny, contexts of 512, 1024, 2048"
@@ -555,6 +556,8 @@ def test_a_benchmark_shows_memory_and_time_by_context(benchmark: Path) -> None:
         (lambda body: body["runs"].pop(), "not one run with flash attention off and one with it on"),
         (lambda body: body["runs"].append(body["runs"][0]), "not one run with flash attention off and one with it on"),
         (lambda body: body["runs"][1]["steps_ns"].pop(), "bench/runs/1: no loss and time of each step"),
+        (lambda body: body["variants"][1]["steps_ns"].pop(), "bench/variants/1: no loss and time of each step"),
+        (lambda body: body["variants"][2].update(ctx=4096), "bench/variants/2: a context that has no run of ours"),
         (lambda body: body["peers"][1]["steps_ns"].pop(), "bench/peers/1: no loss and time of each step"),
         (lambda body: body["peers"][0].update(ctx=4096), "bench/peers/0: a context that has no run of ours"),
     ],

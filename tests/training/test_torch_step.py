@@ -100,3 +100,9 @@ def test_a_peer_needs_a_benchmark_on_a_gpu(tmp_path: Path) -> None:
     args = Namespace(ctx=256, peer="torch", bench=True, device="cpu", shape="llama", out=tmp_path)
     with pytest.raises(errors.Usage, match="--peer torch: needs --bench --device cuda"):
         train.run(args)
+
+
+def test_products_of_bf16_need_a_benchmark_on_a_gpu(tmp_path: Path) -> None:
+    args = Namespace(ctx=256, peer=None, bf16=True, bench=False, device="cuda", shape="llama", out=tmp_path)
+    with pytest.raises(errors.Usage, match="--bf16: needs --bench --device cuda"):
+        train.run(args)

@@ -161,6 +161,61 @@ def test_logits_in_chunks_give_the_same_losses_and_gradients(
     assert trainer.run(model, steps=4, **options).losses == chunks.losses
 
 
+SHARE = {"elementwise": 0.82, "layers": 0.3}
+"""Of the compute buffers, what is left at most where eight narrow layers are formed again."""
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        pytest.param("tiny", {"fa": "on"}, id="llama"),
+        pytest.param("tiny", {"fa": "off"}, id="flash-attention-off"),
+        pytest.param("tiny", {"fa": "on", "ctx": 512, "ubatch": 256}, id="accumulated"),
+        pytest.param("gemma2", {"fa": "on"}, id="gemma2"),
+        pytest.param("sinks", {"fa": "on", "prompt": 100}, id="sinks"),
+        pytest.param("qwen2", {"fa": "on", "optimizer": "sgd"}, id="qwen2"),
+    ],
+)
+def test_results_formed_again_are_the_same_bits(trainer: Trainer, name: str, options: Options) -> None:
+    """Losses of three steps, the second step's gradients, and the weights in the end."""
+    changes = {"tiny": {"layers": 4}, "qwen2": {"heads": 4}}
+    model = trainer.model(name, **NARROW | changes.get(name, {}))
+    found = []
+    for recompute in ("", *train.RECOMPUTE):
+        grads, save = trainer.folder / "again.gguf", trainer.folder / "weights.gguf"
+        run = trainer.run(
+            model, steps=3, grads=grads, grads_step=2, save=save, nodes=True, recompute=recompute, **options
+        )
+        ops = {e["op"]: e["nodes"] for e in run.all("ops")}
+        bits = {name: tensor.tobytes() for name, tensor in train.tensors(grads).items()}
+        found.append((run.losses, bits, save.read_bytes()))
+        assert found[-1] == found[0], recompute
+        if not recompute:
+            plain = ops
+        assert (ops["MUL_MAT"] > plain["MUL_MAT"]) == (recompute == "layers")
+        assert (ops["RMS_NORM"] > plain["RMS_NORM"]) == bool(recompute)
+
+
+def test_results_formed_again_need_no_memory(trainer: Trainer) -> None:
+    """The plan of a graph's memory: what each layer saves for the backward pass, in floats of a token, and no more."""
+    layers, ctx, embd, ff, q, kv = 8, 1024, 64, 128, 4 * 64, 2 * 64
+    model = trainer.model("tiny", layers=layers, embd=embd, ff=ff)
+    compute = {
+        recompute: trainer.run(model, steps=1, ctx=ctx, fa="on", recompute=recompute).memory("compute")
+        for recompute in ("", *train.RECOMPUTE)
+    }
+    saved = 4 * ctx * layers * (6 * embd + 2 * q + 2 * kv + 3 * ff)
+    logits = 4 * ctx * WORDS
+    assert saved + logits < compute[""] < 1.05 * (saved + logits)
+    assert all(compute[recompute] < share * compute[""] for recompute, share in SHARE.items()), compute
+
+
+def test_what_cannot_be_formed_again_is_refused_in_words(trainer: Trainer) -> None:
+    run = trainer.attempt(trainer.model("tiny"), steps=1, recompute="everything")
+    assert "GGML_OPT_RECOMPUTE=everything: must be elementwise, layers or empty" in run.messages
+    assert run.exit_code
+
+
 def test_learning_rate_rises_in_the_first_steps(trainer: Trainer) -> None:
     model, fixed = trainer.model("tiny"), {"fa": "on", "tokens": 257}
     rising = trainer.run(model, steps=4, lr=2e-3, warmup=2, **fixed).losses
