@@ -101,8 +101,8 @@ void ggml_flash_attn_back_src_grads(
 // Autodiff. Whether node is a VIEW of all of its source in its order: the gradient of the one is that of the other.
 bool ggml_flash_attn_back_is_whole_view(const struct ggml_tensor * node);
 
-// Autodiff. The gradient of a CPY, CONT or VIEW node in the form that its backward case takes: contiguous, and for a VIEW
-// of a part with an F32 gradient of zeros under it where its source has none yet.
+// Autodiff. The gradient of a CPY, CONT or VIEW node in the form that its backward case takes: contiguous unless a ROPE
+// takes it, and for a VIEW of a part with an F32 gradient of zeros under it where its source has none yet.
 struct ggml_tensor * ggml_flash_attn_back_prepare_grad(
     struct ggml_context * ctx,
     struct ggml_cgraph * cgraph,

@@ -381,5 +381,8 @@ struct ggml_tensor * ggml_flash_attn_back_prepare_grad(
             cgraph->grads[i]           = ggml_repeat(ctx, zero, shape);
         }
     }
+    if (node->op == GGML_OP_VIEW && !shows_part && node->src[0]->op == GGML_OP_ROPE) {
+        return grad; // for ROPE_BACK, which takes it as it lies
+    }
     return ggml_is_contiguous(grad) ? grad : ggml_cont(ctx, grad);
 }
