@@ -33,15 +33,27 @@ static __global__ void __launch_bounds__(FATTN_BACK_MASK_TILES * 32) flash_attn_
     uint64_t even   = 0; // queries that see the thread's keys
     uint64_t odd    = 0;
     const auto scan = [&](const auto load) {
-#pragma unroll 32
-        for (int i = 0; i < nq; ++i) {
-            const uint32_t x = load(mask + i * a.mask_nb_row);
-            seen |= x ^ 0xFC00FC00;
-            read |= x;
-            other |= ((x ^ x >> 1) & 0x7C007C00) | (x & 0x03FF03FF);
-            even |= (uint64_t) ((x & 0xFFFF) != 0xFC00) << i;
-            odd |= (uint64_t) (x >> 16 != 0xFC00) << i;
+        constexpr int n = 32; // rows on their way at a time; where there are fewer, the last one again
+#pragma unroll
+        for (int i0 = 0; i0 < FATTN_BACK_MASK_ROWS; i0 += n) {
+            if (i0 < nq) {
+                uint32_t x[n];
+#pragma unroll
+                for (int i = 0; i < n; ++i) {
+                    x[i] = load(mask + min(i0 + i, nq - 1) * a.mask_nb_row);
+                }
+#pragma unroll
+                for (int i = 0; i < n; ++i) {
+                    seen |= x[i] ^ 0xFC00FC00;
+                    read |= x[i];
+                    other |= ((x[i] ^ x[i] >> 1) & 0x7C007C00) | (x[i] & 0x03FF03FF);
+                    even |= (uint64_t) ((x[i] & 0xFFFF) != 0xFC00) << (i0 + i);
+                    odd |= (uint64_t) (x[i] >> 16 != 0xFC00) << (i0 + i);
+                }
+            }
         }
+        even &= ~(uint64_t) 0 >> (FATTN_BACK_MASK_ROWS - nq);
+        odd &= ~(uint64_t) 0 >> (FATTN_BACK_MASK_ROWS - nq);
     };
     if (key + 1 < a.M && ((uintptr_t) mask | a.mask_nb_row) % sizeof(uint32_t) == 0) {
         scan([](const char * x) { return *(const uint32_t *) x; });
