@@ -10,6 +10,7 @@
 #define FATTN_BACK_HOPPER_BLOCKS   1024 // tiles whose blocks finish at much the same time in any order
 #define FATTN_BACK_HOPPER_START    8    // key tiles whose time a block of queries takes to start and to end
 #define FATTN_BACK_HOPPER_SPLITS   16   // of the keys, at most
+#define FATTN_BACK_HOPPER_PART     16   // key tiles of a part of the columns' statistics, at most where that fills the device
 #define FATTN_BACK_HOPPER_LAUNCHES 24   // products of tiles whose time the launches of a range of keys take
 
 // A pass takes as many units as the workspace holds; first all units, then again those that need a split S.
@@ -175,6 +176,7 @@ static fattn_back_hopper_plan fattn_back_hopper_make_plan(const fattn_back_args 
     fattn_back_hopper_params & p = plan.p;
     p                            = fattn_back_hopper_get_params(args);
     const int total              = args.S * args.Hkv;
+    p.nparts                     = std::min(p.nparts, std::max((nsm + total - 1) / total, p.KT / FATTN_BACK_HOPPER_PART));
     const bool has_dq            = args.O == nullptr && args.dQ != nullptr;
     size_t room                  = limit;
     for (int hilo = 1; hilo >= 0; --hilo) {
