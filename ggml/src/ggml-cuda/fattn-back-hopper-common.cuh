@@ -427,31 +427,39 @@ static __device__ __forceinline__ float fattn_back_hopper_mask(float (&S)[32], c
         bits[0]              = src[0] >> col;
         bits[1]              = src[8] >> col;
     }
+    if (hopper_any(known)) {
+#pragma unroll
+        for (int i = 0; i < 32; ++i) {
+            S[i] = (bits[i % 4 / 2] >> (i / 4 * 8 + i % 2) & 1) != 0 ? S[i] : -INFINITY;
+        }
+        return 0.0f;
+    }
     const int own0   = t_own * FATTN_BACK_HOPPER_ROWS + row;
     const int str0   = t_streamed * FATTN_BACK_HOPPER_ROWS + col;
     const char * src = p.a.mask;
-    if (src != nullptr && !known) {
+    if (src != nullptr) {
         src += mask / p.a.mask_nheads * p.a.mask_nb_seq + mask % p.a.mask_nheads * p.a.mask_nb_head;
     }
     // not 0, which times -inf is no number
-    const float per_unit = known ? 0.0f : fmaxf(fattn_back_slope(p.a, fattn_back_hopper_head(p, lhead)) * FATTN_BACK_HOPPER_LOG2E / sc, FLT_MIN);
+    const float per_unit = fmaxf(fattn_back_slope(p.a, fattn_back_hopper_head(p, lhead)) * FATTN_BACK_HOPPER_LOG2E / sc, FLT_MIN);
     float largest        = 0.0f;
 #pragma unroll
     for (int i = 0; i < 32; ++i) {
-        const int r    = i % 4 / 2;
-        const int c    = i / 4 * 8 + i % 2;
-        const int q    = keys ? str0 + c : own0 + 8 * r;
-        const int key  = keys ? own0 + 8 * r : str0 + c;
-        const char * y = src + q * p.a.mask_nb_row + key * (int64_t) sizeof(half);
-        float x        = (bits[r] >> c & 1) != 0 ? 0.0f : -INFINITY;
+        const int r   = i % 4 / 2;
+        const int c   = i / 4 * 8 + i % 2;
+        int q         = keys ? str0 + c : own0 + 8 * r;
+        const int key = keys ? own0 + 8 * r : str0 + c;
         if constexpr (few) {
-            if (!known && q < p.a.N && key < p.a.M) {
+            asm volatile("" : "+r"(q)); // else all addresses are formed first
+        }
+        const char * y = src + q * p.a.mask_nb_row + key * (int64_t) sizeof(half);
+        float x        = -INFINITY;
+        if constexpr (few) {
+            if (q < p.a.N && key < p.a.M) {
                 x = src == nullptr ? 0.0f : per_unit * __half2float(*(const half *) y);
-            } else if (!known) {
-                x = -INFINITY;
             }
         } else {
-            const bool in = !known && q < p.a.N && key < p.a.M;
+            const bool in = q < p.a.N && key < p.a.M;
             x             = in ? 0.0f : x;
             x += per_unit * __half2float(hopper_load_half(y, in && src != nullptr));
         }
