@@ -11,7 +11,8 @@ struct fattn_back_hopper_smem_forward {
     static constexpr int tile1   = hilo ? 2 * tile : tile;
     static constexpr int ring1   = nwg * tile1;
     static constexpr int ring2   = ring1 + stages * kn * tile1;
-    static constexpr int meta    = ring2 + stages * kn * tile;
+    static constexpr int ones    = ring2 + stages * kn * tile; // 8 rows of ones
+    static constexpr int meta    = ones + 1024;
     static constexpr int stat    = meta; // none
     static constexpr int slots   = meta + stages * 16; // items asked for
     static constexpr int own     = slots + 8;          // Q is here, a barrier a warpgroup
@@ -31,11 +32,11 @@ struct fattn_back_hopper_smem_forward {
 // A thread's two rows of the softmax: row 16*warp + lane/4 of a tile and the one 8 below.
 struct fattn_back_hopper_softmax {
     float m[2] = { -INFINITY, -INFINITY }; // the maximum that E is relative to
-    float l[2] = { 0.0f, 0.0f };           // the thread's part of the sum of E16
+    float l[4] = { 0.0f };                 // the sum of E16: of either row in [0] and [2]
 
-    // S to E; returns whether the warp's maxima moved, by which factors then
+    // takes the maximum of S; returns whether the warp's maxima moved, and by which factors
     template <int kn>
-    __device__ __forceinline__ bool exponentials(float (&S)[kn][32], const float sc, float (&alpha)[2]) {
+    __device__ __forceinline__ bool maximum(const float (&S)[kn][32], const float sc, float (&alpha)[2]) {
         float y[2 * kn]; // of a row's columns two at a time if registers allow it: one after the other they wait for each other
 #pragma unroll
         for (float & m : y) {
@@ -59,44 +60,32 @@ struct fattn_back_hopper_softmax {
                     alpha[r] = hopper_exp2(m[r] - x[r]);
                     m[r]     = x[r];
                 }
-                l[r] *= alpha[r];
-            }
-        }
-        const float base[2] = { m[0] == -INFINITY ? 0.0f : FATTN_BACK_HOPPER_SHIFT_E - m[0],
-            m[1] == -INFINITY ? 0.0f : FATTN_BACK_HOPPER_SHIFT_E - m[1] };
-#pragma unroll
-        for (int j = 0; j < kn; ++j) {
-#pragma unroll
-            for (int i = 0; i < 32; ++i) {
-                S[j][i] = hopper_exp2(fmaf(S[j][i], sc, base[i % 4 / 2]));
             }
         }
         return moved;
     }
 
-    // E to the operand of the next product
+    // S to E16, the operand of the next product
     template <int kn>
-    __device__ __forceinline__ void operand(uint32_t (&E16)[kn][16], const float (&E)[kn][32]) {
+    __device__ __forceinline__ void exponentials(uint32_t (&E16)[kn][16], const float (&S)[kn][32], const float sc) {
+        const float base[2] = { m[0] == -INFINITY ? 0.0f : FATTN_BACK_HOPPER_SHIFT_E - m[0],
+            m[1] == -INFINITY ? 0.0f : FATTN_BACK_HOPPER_SHIFT_E - m[1] };
 #pragma unroll
-        for (int j = 0; j < kn; ++j) {
-            fattn_back_hopper_operand(E16[j], E[j]);
+        for (int i = 0; i < 16 * kn; ++i) {
+            const float * x     = S[i / 16] + i % 16 * 2;
+            E16[i / 16][i % 16] = hopper_pack(hopper_exp2(fmaf(x[0], sc, base[i % 2])), hopper_exp2(fmaf(x[1], sc, base[i % 2])));
         }
     }
 
-    // adds up E16, before the maximum moves again; there is time for it while the products are on their way
+    // Adds up E16: a product with ones, since the warps have more to do than the tensor cores. One group; ones: 8 rows of them
     template <int kn>
-    __device__ __forceinline__ void add(const uint32_t (&E16)[kn][16]) {
-        float sum[2 * kn] = { 0.0f };
+    __device__ __forceinline__ void add(const uint32_t (&E16)[kn][16], const uint32_t ones) {
+        hopper_wgmma_fence();
 #pragma unroll
-        for (int j = 0; j < kn; ++j) {
-#pragma unroll
-            for (int i = 0; i < 16; ++i) {
-                const float2 e = __half22float2(*(const half2 *) &E16[j][i]);
-                sum[i % (2 * kn)] += e.x + e.y;
-            }
+        for (int i = 0; i < 4 * kn; ++i) {
+            hopper_wgmma(l, E16[i / 4] + i % 4 * 4, hopper_desc(ones));
         }
-        l[0] += kn == 1 ? sum[0] : sum[0] + sum[2 * kn - 2];
-        l[1] += kn == 1 ? sum[1] : sum[1] + sum[2 * kn - 1];
+        hopper_wgmma_commit();
     }
 };
 
@@ -142,7 +131,7 @@ static __device__ __forceinline__ void fattn_back_hopper_put_rows(const fattn_ba
         const int q      = qt * FATTN_BACK_HOPPER_ROWS + row + 8 * r;
         const int h      = fattn_back_hopper_head(p, lhead);
         const int s      = fattn_back_hopper_seq(p, lhead);
-        const float sum  = fattn_back_hopper_quad_sum(rows.l[r]);
+        const float sum  = rows.l[2 * r];
         const float inv  = sum > 0.0f ? 1.0f / sum : 0.0f;
         const float keys = sum > 0.0f ? rows.m[r] - FATTN_BACK_HOPPER_SHIFT_E + log2f(sum) : -INFINITY;
         const bool first = threadIdx.x % 4 == 0;
@@ -210,6 +199,10 @@ static __global__ void __launch_bounds__((nwg + 1) * 128, 1) flash_attn_back_hop
     }
     fattn_back_hopper_init<L>(smem, 128 * nwg);
     hopper_barrier_init_done();
+    if (threadIdx.x < 256) {
+        *(uint32_t *) (smem_ptr + L::ones + 4 * threadIdx.x) = 0x3C003C00;
+    }
+    hopper_fence();
     __syncthreads();
     const int group = __shfl_sync(0xFFFFFFFF, threadIdx.x / 128, 0); // uniform for the compiler, too
     const int wg    = nwg > 1 ? group : 0;
@@ -302,6 +295,7 @@ static __global__ void __launch_bounds__((nwg + 1) * 128, 1) flash_attn_back_hop
             for (int j = 0; j < kn; ++j) {
                 fattn_back_hopper_accumulate(O, E16[j], smem + L::ring2 + (ring2.stage * kn + j) * L::tile);
             }
+            rows.add(E16, smem + L::ones);
         };
 
         float alpha[2];
@@ -315,15 +309,16 @@ static __global__ void __launch_bounds__((nwg + 1) * 128, 1) flash_attn_back_hop
                 hopper_pin(S[0]);
                 mask(S);
                 release();
-                if (rows.exponentials(S, sc, alpha)) {
+                if (rows.maximum(S, sc, alpha)) {
                     fattn_back_hopper_scale(O, alpha);
+                    fattn_back_hopper_scale(rows.l, alpha);
                 }
-                rows.operand(E16, S);
+                rows.exponentials(E16, S, sc);
                 accumulate();
-                rows.add(E16);
                 hopper_wgmma_wait<0>();
                 hopper_pin(E16[0]);
                 hopper_pin(O);
+                hopper_pin(rows.l);
                 hopper_barrier_arrive(smem + L::empty2 + 8 * ring2.stage);
                 ring2.next();
             }
@@ -343,8 +338,8 @@ static __global__ void __launch_bounds__((nwg + 1) * 128, 1) flash_attn_back_hop
                 }
                 mask(S);
                 release();
-                rows.exponentials(S, sc, alpha);
-                rows.operand(E16, S);
+                rows.maximum(S, sc, alpha);
+                rows.exponentials(E16, S, sc);
             }
             while (reader.tile()) {
                 float S[kn][32];
@@ -354,20 +349,15 @@ static __global__ void __launch_bounds__((nwg + 1) * 128, 1) flash_attn_back_hop
                 scores(S);
                 accumulate();
                 turns.pass();
-                rows.add(E16);
-                hopper_wgmma_wait<kn>(); // S
+                hopper_wgmma_wait<kn + 1>(); // S
 #pragma unroll
                 for (int j = 0; j < kn; ++j) {
                     hopper_pin(S[j]);
                 }
                 mask(S);
                 release();
-                const bool moved = rows.exponentials(S, sc, alpha);
-#pragma unroll
-                for (int j = 0; j < kn; ++j) {
-                    hopper_pin(S[j]); // E is formed while O is on its way
-                }
-                hopper_wgmma_wait<0>();
+                const bool moved = rows.maximum(S, sc, alpha);
+                hopper_wgmma_wait<0>(); // O: it was given out in full before S was there
 #pragma unroll
                 for (int j = 0; j < kn; ++j) {
                     hopper_pin(E16[j]);
@@ -376,18 +366,19 @@ static __global__ void __launch_bounds__((nwg + 1) * 128, 1) flash_attn_back_hop
                 ring2.next();
                 if (moved) {
                     fattn_back_hopper_scale(O, alpha);
+                    fattn_back_hopper_scale(rows.l, alpha);
                 }
-                rows.operand(E16, S);
+                rows.exponentials(E16, S, sc);
             }
             accumulate();
             i = take();
-            rows.add(E16);
             hopper_wgmma_wait<0>();
 #pragma unroll
             for (int j = 0; j < kn; ++j) {
                 hopper_pin(E16[j]);
             }
             hopper_pin(O);
+            hopper_pin(rows.l);
             hopper_barrier_arrive(smem + L::empty2 + 8 * ring2.stage);
             ring2.next();
         } else {

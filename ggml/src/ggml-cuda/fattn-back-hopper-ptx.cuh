@@ -69,6 +69,11 @@ static __device__ __forceinline__ void hopper_barrier_wait(const uint32_t bar, c
     }
 }
 
+// makes what the thread has stored in shared memory visible to wgmma, once a barrier has passed
+static __device__ __forceinline__ void hopper_fence() {
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
 // copies bytes (a multiple of 16) that complete on the barrier
 static __device__ __forceinline__ void hopper_load(const uint32_t dst, const void * src, const uint32_t bytes, const uint32_t bar) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(dst), "l"(src), "r"(bytes),
@@ -196,6 +201,12 @@ static __device__ __forceinline__ void hopper_wgmma(float (&d)[R], const uint32_
                      "{%128, %129, %130, %131}, %132, 1, 1, 1, 1;\n"
             : HOPPER_ACC_128("+f", d, 0) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
     }
+}
+
+// d[64 x 8] += a[64 x 16] b[8 x 16]^T, a in registers, b in shared memory
+static __device__ __forceinline__ void hopper_wgmma(float (&d)[4], const uint32_t * a, const uint64_t b) {
+    asm volatile("wgmma.mma_async.sync.aligned.m64n8k16.f32.f16.f16 {%0, %1, %2, %3}, {%4, %5, %6, %7}, %8, 1, 1, 1, 0;\n"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
 
 // d[64 x 2*R] += a[16 x 64]^T b[16 x 2*R], both in shared memory
