@@ -424,8 +424,8 @@ static __device__ __forceinline__ float fattn_back_hopper_mask(float (&S)[32], c
         const int slot       = p.mask.slot(mask, keys ? t_streamed : t_own, keys ? t_own : t_streamed);
         const uint64_t * src = p.mask.bits + (int64_t) slot * 2 * FATTN_BACK_HOPPER_ROWS + (keys ? FATTN_BACK_HOPPER_ROWS : 0) + row;
         known                = p.mask.slots[slot] == (keys ? t_own : t_streamed);
-        bits[0]              = src[0] >> col;
-        bits[1]              = src[8] >> col;
+        bits[0]              = known ? src[0] >> col : 0; // else of another tile
+        bits[1]              = known ? src[8] >> col : 0;
     }
     if (hopper_any(known)) {
 #pragma unroll
