@@ -93,6 +93,9 @@ extern "C" {
     // "ggml_backend_flash_attn_back_refusal": why the device does not run this node, NULL if it does (supports_op is the same answer)
     // "ggml_backend_flash_attn_back_path":    name of the kernel path that the device takes for a node that it runs
     // "ggml_backend_flash_attn_back_source":  ggml_flash_attn_back_source of the backend's own library
+    // "ggml_backend_flash_attn_back_units":   of the nodes that the device has run since the last call the units (a KV head of
+    //                                         a sequence) that more than fp16 operands went into: those that took K and Q in
+    //                                         two halves; whose LSE, D and dSinks, or all of whose results, were formed in F32
     // Of a FLASH_ATTN_EXT node the first two answer for a forward that saves something for the gradient: where there is
     // none, ggml's own runs.
     struct ggml_backend_device;
@@ -101,6 +104,7 @@ extern "C" {
     typedef const char * (*ggml_backend_flash_attn_back_path_t)(
             struct ggml_backend_device * dev, const struct ggml_tensor * node);
     typedef const char * (*ggml_backend_flash_attn_back_source_t)(void);
+    typedef void (*ggml_backend_flash_attn_back_units_t)(struct ggml_backend_device * dev, uint64_t counts[3]);
 
 #ifdef  __cplusplus
 }

@@ -32,8 +32,11 @@ static constexpr int fattn_back_hopper_regs_fill = 504 - 2 * fattn_back_hopper_r
 #define FATTN_BACK_HOPPER_SHIFT_E 2 // E likewise
 #define FATTN_BACK_HOPPER_LAZY    4.0f // the running maximum may lag by this power of two
 
-// log2(e)*x from which on S is computed from Q and K in two halves each; x = 28 is far out of reach for rows whose |x| is about 5
-#define FATTN_BACK_HOPPER_LARGE 40.0f
+// log2(e)*x from which on S is computed from Q and K in two halves each; x = 14 is out of reach for normal rows, whose |x| is about 5
+#define FATTN_BACK_HOPPER_LARGE 20.0f
+
+// of a unit whose forward was in F32, saved instead of the largest |log2(e)*x|: inf
+#define FATTN_BACK_HOPPER_IN_F32 0x7F800000u
 
 // mean(V) over the largest distance from it, from which on the rounding of a stored O would show in D
 #define FATTN_BACK_HOPPER_FLAT 1024.0f
@@ -74,6 +77,7 @@ struct fattn_back_hopper_params {
     int band_k;  // units of a band
 
     fattn_back_mask_table mask; // QT query tiles, KT key tiles
+    fattn_back_guard guard;
 
     int nparts;        // of the statistics of the operands
     float * colparts;  // [units][2][nparts][3*256 + 1] sums, minima, maxima of K's and V's columns, number of keys
@@ -98,6 +102,7 @@ struct fattn_back_hopper_params {
     uint32_t * taken; // items that the blocks of a launch have taken, 0 between launches
     fattn_back_hopper_items items; // of the launch
     float * sums;   // [units*G][nsplits][3][64*QT] maximum, sum of E16, and D; NULL where a block has all keys of its rows
+    bool again;     // K and V are converted once more, for dS
     float * planes; // [units*G][nsplits][64*QT][D] O of a share; [units*G][nsplits_dq][64*QT][D] dQ of a share
 };
 
@@ -116,6 +121,9 @@ static __device__ __forceinline__ bool fattn_back_hopper_large(const fattn_back_
 static __device__ __forceinline__ void fattn_back_hopper_note(const fattn_back_hopper_params & p, const int unit, const float x) {
     if (x > FATTN_BACK_HOPPER_LARGE) {
         atomicMax(p.large + p.unit0 + unit, __float_as_uint(x)); // the order does not matter
+        if (x > FATTN_BACK_GUARD_LOGIT) {
+            p.guard.raise(p.unit0 + unit, FATTN_BACK_GUARD_F32);
+        }
     }
 }
 
@@ -761,7 +769,7 @@ static __device__ __forceinline__ float fattn_back_hopper_finish(const fattn_bac
     const int h       = fattn_back_hopper_head(p, lhead);
     const bool sinks  = p.a.sinks != nullptr;
     const bool taken  = sinks && p.a.sinks[h] == INFINITY; // all of the row by the sink
-    const float sink  = sinks && !taken ? (p.a.sinks[h] - p.a.scale * x.x) * FATTN_BACK_HOPPER_LOG2E : -INFINITY;
+    const float sink  = sinks && !taken ? fattn_back_log2_sink(p.a.sinks[h], p.a.scale * x.x) : -INFINITY;
     keys              = taken ? -INFINITY : keys;
     const float top   = fmaxf(keys, sink);
     const float lse   = top == -INFINITY ? -INFINITY : top + log2f(hopper_exp2(keys - top) + hopper_exp2(sink - top));
@@ -775,8 +783,11 @@ static __device__ __forceinline__ float fattn_back_hopper_finish(const fattn_bac
         stat[FATTN_BACK_HOPPER_ROWS] = valid ? Dk - psink * x.y * scale.z * x.z : 0.0f; // D without the part of V's mean
         if (q < p.a.N) {
             const int64_t i = p.a.row(q, h, fattn_back_hopper_seq(p, lhead));
-            p.a.LSE[i]      = lse == -INFINITY ? (taken ? INFINITY : lse) : lse * (1.0f / FATTN_BACK_HOPPER_LOG2E) + p.a.scale * x.x;
-            p.a.D[i]        = lse == -INFINITY ? 0.0f : Dk / scale.z / x.z + pkeys * x.y;
+            // a sink that leaves the keys less than its own rounding is LSE, to the end of F32's range
+            p.a.LSE[i]       = sinks && (taken || keys < sink - 26.0f) ? p.a.sinks[h] : lse * (1.0f / FATTN_BACK_HOPPER_LOG2E) + p.a.scale * x.x;
+            const float part = lse == -INFINITY ? 0.0f : Dk / scale.z / x.z;
+            p.a.D[i]         = lse == -INFINITY ? 0.0f : part + pkeys * x.y;
+            p.guard.note((int64_t) p.unit0 * p.a.G + lhead, p.a.D[i], part);
         }
     }
     return pkeys;

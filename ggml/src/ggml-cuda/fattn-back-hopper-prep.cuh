@@ -59,15 +59,23 @@ static __global__ void __launch_bounds__(FATTN_BACK_PREP_MEAN_THREADS) flash_att
     const float rel  = amax > 0.0f && first ? size / amax : 0.0f;
     const float norm = amax * sqrtf(fattn_back_block_reduce(rel * rel, false));
     const float flat = fattn_back_block_reduce(first ? fabsf(mean) : 0.0f, true);
+    const bool wide  = fattn_back_guard_wide(rel);
+    const bool few   = is_v && fattn_back_guard_few(p.a, p.mask, p.unit0 + blockIdx.x);
     if (threadIdx.x == 0) {
         *p.taken = 0;
         if (is_v) {
-            const bool stamped              = p.a.saved.stamp != nullptr && p.a.O == nullptr && p.a.saved.stamp[0] == FATTN_BACK_STAMP_HOPPER;
-            const bool known                = stamped && flat <= FATTN_BACK_HOPPER_FLAT * amax;
-            p.known[p.unit0 + blockIdx.x]   = known;
-            p.large[p.unit0 + blockIdx.x]   = known ? p.a.saved.large[p.unit0 + blockIdx.x] : 0;
+            const bool stamped            = p.a.saved.stamp != nullptr && p.a.O == nullptr && p.a.saved.stamp[0] == FATTN_BACK_STAMP_HOPPER;
+            const bool known              = stamped && flat <= FATTN_BACK_HOPPER_FLAT * amax;
+            p.known[p.unit0 + blockIdx.x] = known;
+            p.large[p.unit0 + blockIdx.x] = known ? p.a.saved.large[p.unit0 + blockIdx.x] : 0;
+            p.guard.start(p.unit0 + blockIdx.x, p.a.G);
+            if (few || !fattn_back_guard_in_range(norm) || (stamped && p.a.saved.large[p.unit0 + blockIdx.x] == FATTN_BACK_HOPPER_IN_F32)) {
+                p.guard.raise(p.unit0 + blockIdx.x, FATTN_BACK_GUARD_F32);
+            }
             p.scale[p.unit0 + blockIdx.x].z = norm > 0.0f ? fattn_back_hopper_pow2(norm, FATTN_BACK_HOPPER_NORM_V) : 1.0f;
         } else {
+            p.guard.units[p.unit0 + blockIdx.x].wide = !fattn_back_guard_in_range(norm) ? FATTN_BACK_GUARD_ALWAYS : wide;
+
             const float scale               = amax > 0.0f ? fattn_back_hopper_pow2(amax, FATTN_BACK_HOPPER_AMAX_K) : 1.0f;
             p.scale[p.unit0 + blockIdx.x].y = copysignf(scale, p.a.scale);
         }
@@ -105,8 +113,10 @@ static __device__ __forceinline__ void fattn_back_hopper_convert_tile(const fatt
             const int64_t j = (int64_t) (p.unit0 + lunit) * FATTN_BACK_PREP_MAX_D + fattn_back_load8_component(i, c);
             mean[c]         = is_v ? p.mean_v[j] : p.mean_k[j];
         }
+        const bool measure   = !hilo && !p.again;
         constexpr int nrows  = FATTN_BACK_PREP_THREADS / n;
         constexpr int nloads = fattn_back_hopper_loads<D>;
+        fattn_back_guard_lengths lengths;
         for (int r0 = threadIdx.x / n; r0 < FATTN_BACK_HOPPER_ROWS; r0 += nloads * nrows) {
             int64_t offset[nloads];
             float x[nloads][8];
@@ -124,12 +134,18 @@ static __device__ __forceinline__ void fattn_back_hopper_convert_tile(const fatt
                 for (int c = 0; c < 8; ++c) {
                     x[j][c] = used ? (x[j][c] - mean[c]) * scale : 0.0f;
                 }
+                if (measure) {
+                    lengths.add<n>(x[j], i == 0);
+                }
                 if (is_v) {
                     fattn_back_hopper_store8<D, false>(tile, r, i, x[j]);
                 } else {
                     fattn_back_hopper_store8<D, hilo>(tile, r, i, x[j]);
                 }
             }
+        }
+        if (measure) {
+            lengths.put(is_v ? p.guard.units[unit].v : p.guard.units[unit].k);
         }
         return;
     }
@@ -150,8 +166,9 @@ static __device__ __forceinline__ void fattn_back_hopper_convert_tile(const fatt
         mean_k[c] = p.mean_k[(int64_t) (p.unit0 + lunit) * FATTN_BACK_PREP_MAX_D + fattn_back_load8_component(i, c)];
         mean_v[c] = p.mean_v[(int64_t) (p.unit0 + lunit) * FATTN_BACK_PREP_MAX_D + fattn_back_load8_component(i, c)];
     }
-    float qmax          = 0.0f;
-    float omax          = 0.0f;
+    float qmax = 0.0f;
+    float omax = 0.0f;
+    fattn_back_guard_lengths lengths;
     const bool has_dO   = p.a.dO.data != nullptr;
     const bool has_O    = has_dO && p.known[p.unit0 + lunit] != 0;
     const float scale_v = p.scale[p.unit0 + lunit].z;
@@ -191,7 +208,8 @@ static __device__ __forceinline__ void fattn_back_hopper_convert_tile(const fatt
         for (int c = 0; c < 8; ++c) {
             y[c] *= w;
         }
-        omax          = fmaxf(omax, norm);
+        omax = fmaxf(omax, norm);
+        lengths.add(2.0f * log2f(norm), i == 0);
         float dot     = 0.0f;
         float4 common = make_float4(qk, ov, w, 0.0f);
         if (has_O && q < p.a.N) {
@@ -217,6 +235,9 @@ static __device__ __forceinline__ void fattn_back_hopper_convert_tile(const fatt
         if (has_dO) {
             fattn_back_hopper_store8<D, false>(p.dO + tile * FATTN_BACK_HOPPER_ROWS * D, r, i, y);
         }
+    }
+    if (has_dO && !hilo) {
+        lengths.put(p.guard.units[p.unit0 + lunit].dO);
     }
     qmax = fattn_back_block_reduce(qmax, true);
     omax = fattn_back_block_reduce(omax, true);
@@ -275,6 +296,9 @@ static __global__ void __launch_bounds__(FATTN_BACK_PREP_THREADS) flash_attn_bac
     if (blockIdx.x == 0 && blockIdx.y % p.a.G == 0 && threadIdx.x == 0) {
         p.scale[p.unit0 + lunit].x = scale;
         p.scale[p.unit0 + lunit].w = fattn_back_hopper_pow2(omax, 0);
+        if (!fattn_back_guard_in_range(qmax)) {
+            p.guard.raise(p.unit0 + lunit, FATTN_BACK_GUARD_F32);
+        }
     }
     if (good) {
         return;
@@ -320,16 +344,6 @@ static __global__ void __launch_bounds__(FATTN_BACK_PREP_THREADS) flash_attn_bac
     GGML_UNUSED_VARS(p);
     NO_DEVICE_CODE;
 #endif // defined(__CUDA_ARCH_FEAT_SM90_ALL)
-}
-
-// What the forward leaves beside LSE. One block.
-static __global__ void __launch_bounds__(FATTN_BACK_PREP_THREADS) flash_attn_back_hopper_save(const __grid_constant__ fattn_back_hopper_params p) {
-    for (int i = threadIdx.x; i < p.a.S * p.a.Hkv; i += FATTN_BACK_PREP_THREADS) {
-        p.a.saved.large[i] = p.large[i];
-    }
-    if (threadIdx.x == 0) {
-        p.a.saved.stamp[0] = FATTN_BACK_STAMP_HOPPER;
-    }
 }
 
 // Adds to dQ what the sinks take: mean(K) is not part of the operands, and the P of the keys do not add up to 1. Grid: queries, heads,

@@ -45,6 +45,7 @@ static size_t fattn_back_hopper_layout(
     take(p.large, total);
     take(p.known, total);
     take(p.taken, 1);
+    p.guard.layout(p.a, take);
     take(p.rowparts, heads * p.QT);
     take(p.q, nrows * p.a.Dk * (hilo ? 2 : 1));
     take(p.dO, backward ? nrows * p.a.Dv : 0);
@@ -350,6 +351,7 @@ static void fattn_back_hopper_grads_ds(const fattn_back_hopper_params & all, con
     for (int unit = 0; unit < all.units; unit += n) {
         fattn_back_hopper_params p = all;
         const int64_t nrows        = (int64_t) unit * p.a.G * p.QT * FATTN_BACK_HOPPER_ROWS;
+        p.again                    = true;
         p.unit0 += unit;
         p.units = std::min(n, all.units - unit);
         p.q += nrows * D;
@@ -406,19 +408,24 @@ static void fattn_back_hopper_run(const fattn_back_hopper_plan & plan, char * wo
             }
         }
     }
-    if (p.a.O != nullptr) {
-        flash_attn_back_hopper_save<<<1, FATTN_BACK_PREP_THREADS, 0, stream>>>(p);
-        CUDA_CHECK(cudaGetLastError());
+    const auto bits = [](const float x) {
+        uint32_t y;
+        memcpy(&y, &x, sizeof(y));
+        return y;
+    };
+    const bool forward             = p.a.O != nullptr;
+    const fattn_back_guard_end end = { p.large, bits(FATTN_BACK_HOPPER_LARGE), bits(FATTN_BACK_GUARD_PEAKED),
+        forward ? FATTN_BACK_STAMP_HOPPER : 0, FATTN_BACK_HOPPER_IN_F32 };
+    if (forward) {
+        ggml_cuda_flash_attn_back_guard(p.a, p.guard, end, stream);
         return;
     }
     if (p.a.sinks != nullptr && p.a.dQ != nullptr) {
         flash_attn_back_hopper_sinks_dq<<<dim3(p.a.N, p.a.H, p.a.S), D / 4, 0, stream>>>(p);
         CUDA_CHECK(cudaGetLastError());
     }
-    ggml_cuda_flash_attn_back_sinks(p.a, stream);
-    if (p.a.saved.stamp != nullptr) {
-        CUDA_CHECK(cudaMemsetAsync(p.a.saved.stamp, 0, sizeof(*p.a.saved.stamp), stream));
-    }
+    ggml_cuda_flash_attn_back_sinks(p.a, p.guard, stream);
+    ggml_cuda_flash_attn_back_guard(p.a, p.guard, end, stream);
 }
 
 static void fattn_back_hopper_run(const fattn_back_hopper_plan & plan, char * workspace, cudaStream_t stream) {

@@ -22,7 +22,12 @@
 #define FATTN_BACK_MMA_LOG2E   1.4426950408889634f
 
 // |log2(e) x| from which a unit's S is computed from operands in high and low halves
-#define FATTN_BACK_MMA_HILO_LIMIT 32.0f
+#define FATTN_BACK_MMA_HILO_LIMIT 20.0f
+
+// large of a unit: S from high and low halves; beyond FATTN_BACK_GUARD_PEAKED, too; its forward was in F32
+#define FATTN_BACK_MMA_LARGE  1
+#define FATTN_BACK_MMA_PEAKED 2
+#define FATTN_BACK_MMA_IN_F32 3
 
 // arrays in the workspace; [n] are the dimensions, units and rows counted from the group's first
 struct fattn_back_mma_params {
@@ -34,6 +39,7 @@ struct fattn_back_mma_params {
     int RB; // row blocks of a unit, even, the last one may have no queries
     int KT; // key tiles of FATTN_BACK_MMA_KEYS
     fattn_back_mask_table mask; // QB query tiles, 2*KT key tiles: granules
+    fattn_back_guard guard;
 
     // group of units whose operands are in the workspace
     int unit0;
@@ -153,15 +159,18 @@ struct fattn_back_mma_tile_row {
 struct fattn_back_mma_softmax {
     bool any; // the row has a weight on keys that is a number
     bool inf; // a sink of inf takes all
+    bool all; // a sink leaves the keys less than its own rounding
     float lse;
     float keys;
     float sink;
 
     __device__ __forceinline__ fattn_back_mma_softmax(const fattn_back_args & a, const float of_keys, const float dot_q, const int h) {
-        const float of_sink = a.sinks != nullptr ? FATTN_BACK_MMA_LOG2E * a.sinks[h] - (a.logit_softcap != 0.0f ? 0.0f : dot_q) : -INFINITY;
+        const float of_sink = a.sinks == nullptr ? -INFINITY : a.sinks[h] == INFINITY ? INFINITY
+                                                                                      : fattn_back_log2_sink(a.sinks[h], a.logit_softcap != 0.0f ? 0.0f : dot_q / FATTN_BACK_MMA_LOG2E);
         const float top     = fmaxf(of_keys, of_sink);
         inf                 = top == INFINITY;
         any                 = top > -INFINITY && !inf;
+        all                 = any && of_keys < of_sink - 26.0f;
         lse                 = any ? top + log2f(exp2f(of_keys - top) + exp2f(of_sink - top)) : -INFINITY;
         keys                = any ? exp2f(of_keys - lse) : 0.0f;
         sink                = any ? exp2f(of_sink - lse) : 0.0f;
@@ -433,9 +442,9 @@ static __device__ __forceinline__ void fattn_back_mma_accumulate_low(float (&x)[
 }
 
 // From log2(e)*scale*qk to log2(e) times the logit with the mask, of rows of the unit's row block b and keys; -inf beyond the last key.
-// row: of the block; dot_q: that of the rows; u: with softcap 1 - tanh^2
+// row: of the block; dot_q: that of the rows; u: with softcap 1 - tanh^2. Returns the largest |log2(e) x| before the softcap.
 template <bool softcap, int nm, int nn, int nu>
-static __device__ __forceinline__ void fattn_back_mma_logits(
+static __device__ __forceinline__ float fattn_back_mma_logits(
     const fattn_back_mma_params & p, float (&S)[nm][nn][4], float (&u)[nm][nu][4], const int unit, const int b, const int row, const int key,
     const float * dot_q, const bool mixed) {
     const int g       = threadIdx.x % 32 / 4;
@@ -445,6 +454,7 @@ static __device__ __forceinline__ void fattn_back_mma_logits(
     const int nk      = p.a.M - key;
     const char * mask = nullptr;
     float slope       = 0.0f;
+    float largest     = 0.0f;
     if (mixed && p.a.mask != nullptr) {
         mask  = p.a.mask + unit / p.a.Hkv % p.a.mask_nseqs * p.a.mask_nb_seq + h % p.a.mask_nheads * p.a.mask_nb_head + key * (int64_t) sizeof(half);
         slope = fattn_back_slope(p.a, h) * FATTN_BACK_MMA_LOG2E;
@@ -463,6 +473,7 @@ static __device__ __forceinline__ void fattn_back_mma_logits(
                     float & x = S[mi][ni][2 * r + j];
                     if constexpr (softcap) {
                         const float z        = x + dot;
+                        largest              = fmaxf(largest, fabsf(z));
                         const float f        = fattn_back_exp2(-2.0f * fabsf(z) / p.a.logit_softcap);
                         const float v        = 1.0f / (1.0f + f);
                         u[mi][ni][2 * r + j] = 4.0f * f * v * v;
@@ -478,5 +489,6 @@ static __device__ __forceinline__ void fattn_back_mma_logits(
             }
         }
     }
+    return largest;
 }
 #endif // AMPERE_MMA_AVAILABLE

@@ -160,7 +160,14 @@ flash_attn_back_mma_forward(const fattn_back_mma_params p) {
 
     const auto note = [&](const float x) { // |log2(e) x| that matters
         if (x > FATTN_BACK_MMA_HILO_LIMIT) {
-            p.large[p.unit0 + place.lunit] = 1;
+            uint32_t * large   = p.large + p.unit0 + place.lunit;
+            const uint32_t now = x > FATTN_BACK_GUARD_PEAKED ? FATTN_BACK_MMA_PEAKED : FATTN_BACK_MMA_LARGE;
+            if (*large < now) {
+                atomicMax(large, now);
+            }
+        }
+        if (x > FATTN_BACK_GUARD_LOGIT) {
+            p.guard.raise(p.unit0 + place.lunit, FATTN_BACK_GUARD_F32);
         }
     };
     // of the rows g and g + 8 of each 16
@@ -219,8 +226,11 @@ flash_attn_back_mma_forward(const fattn_back_mma_params p) {
                 }
                 note(big);
                 float u[nm][softcap ? nn : 1][4];
-                fattn_back_mma_logits<softcap>(
+                const float before = fattn_back_mma_logits<softcap>(
                     p, S, u, p.unit0 + place.lunit, place.b + own, wr % FATTN_BACK_MMA_ROWS, item.x + n0, p.dot_q + place.row0 + wr, mixed);
+                if (softcap && before > FATTN_BACK_GUARD_SOFTCAP * FATTN_BACK_MMA_LOG2E * p.a.logit_softcap) {
+                    p.guard.raise(p.unit0 + place.lunit, FATTN_BACK_GUARD_F32);
+                }
             }
             // E
             uint32_t E16[nn / 2][nm][4];
@@ -415,7 +425,9 @@ static __global__ void __launch_bounds__(FATTN_BACK_PREP_THREADS) flash_attn_bac
     const float dot_q  = p.a.logit_softcap != 0.0f ? 0.0f : p.dot_q[row];
     const float dot_dO = p.dot_dO[row];
     const fattn_back_mma_softmax softmax(p.a, lse, dot_q, h);
-    const float Draw   = D * softmax.keys * exp2f(-e_dO - p.exp_v[lunit]) + dot_dO * softmax.keys;
+    const float part = D * softmax.keys * exp2f(-e_dO - p.exp_v[lunit]);
+    const float Draw = part + dot_dO * softmax.keys;
+    p.guard.note((int64_t) unit * p.a.G + b % p.a.G, q < p.a.N ? Draw : 0.0f, q < p.a.N ? part : 0.0f);
     const float d_sink = softmax.sink * dot_dO;
     D *= softmax.keys;
     D -= d_sink != 0.0f ? d_sink * exp2f(e_dO + p.exp_v[lunit]) : 0.0f; // the exponent of a row of zeros is large
@@ -432,12 +444,7 @@ static __global__ void __launch_bounds__(FATTN_BACK_PREP_THREADS) flash_attn_bac
     }
     if (q < p.a.N) {
         const int64_t i = p.a.row(q, h, unit / p.a.Hkv);
-        p.a.LSE[i]      = softmax.inf ? INFINITY : (softmax.lse + dot_q) / FATTN_BACK_MMA_LOG2E;
+        p.a.LSE[i]      = softmax.inf || softmax.all ? p.a.sinks[h] : (softmax.lse + dot_q) / FATTN_BACK_MMA_LOG2E;
         p.a.D[i]        = Draw;
     }
-}
-
-// Grid: one thread.
-static __global__ void flash_attn_back_mma_stamp(uint32_t * stamp, const uint32_t value) {
-    *stamp = value;
 }

@@ -102,6 +102,7 @@ static size_t fattn_back_mma_layout(fattn_back_mma_plan & plan, char * base) {
         nbytes += GGML_PAD(n * sizeof(*ptr), 256);
     };
     p.mask.layout(p.a, p.QB, 2 * p.KT, take);
+    p.guard.layout(p.a, take);
     for (float ** ptr : { &p.mean_k, &p.mean_v }) {
         take(*ptr, units * FATTN_BACK_PREP_MAX_D);
     }
@@ -414,14 +415,11 @@ static void fattn_back_mma_run(fattn_back_mma_plan & plan, char * workspace, cud
         ggml_cuda_flash_attn_back_columns(p.a, p.mask, p.unit0, p.units, p.nparts, p.colparts, stream);
         flash_attn_back_column_means<<<dim3(p.units, 2), FATTN_BACK_PREP_MEAN_THREADS, 0, stream>>>(p);
         CUDA_CHECK(cudaGetLastError());
-        fattn_back_mma_launch(flash_attn_back_convert_kv, p, p.keys() * (std::max(p.Pk, p.Pv) / 8), 2, stream);
+        fattn_back_mma_launch(flash_attn_back_convert_kv, p, p.keys() * fattn_back_mma_prep_row_threads(std::max(p.Pk, p.Pv)), 2, stream);
         fattn_back_mma_run_group(plan, p, stream);
     }
     if (back) {
-        ggml_cuda_flash_attn_back_sinks(p.a, stream);
+        ggml_cuda_flash_attn_back_sinks(p.a, p.guard, stream);
     }
-    if (p.a.saved.stamp != nullptr) {
-        flash_attn_back_mma_stamp<<<1, 1, 0, stream>>>(p.a.saved.stamp, back ? 0 : FATTN_BACK_STAMP_MMA);
-        CUDA_CHECK(cudaGetLastError());
-    }
+    ggml_cuda_flash_attn_back_guard(p.a, p.guard, { p.large, 0, FATTN_BACK_MMA_LARGE, back ? 0 : FATTN_BACK_STAMP_MMA, FATTN_BACK_MMA_IN_F32 }, stream);
 }

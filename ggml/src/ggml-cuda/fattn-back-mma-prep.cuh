@@ -30,8 +30,11 @@ static __global__ void __launch_bounds__(FATTN_BACK_PREP_MEAN_THREADS) flash_att
     const float base2  = fattn_back_block_reduce(base * inv * base * inv, false);
     const float common = fattn_back_block_reduce(fabsf(mean), true);
     const float spread = fattn_back_block_reduce(dev, true);
+    const float norm   = amax * sqrtf(fmaxf(dev2, base2));
+    const bool wide    = fattn_back_guard_wide(dev * inv);
+    const bool few     = is_v && fattn_back_guard_few(p.a, p.mask, p.unit0 + lunit);
     if (threadIdx.x == 0) {
-        const float e                     = fattn_back_mma_prep_exponent(amax * sqrtf(fmaxf(dev2, base2)), is_v ? 0 : 6);
+        const float e                     = fattn_back_mma_prep_exponent(norm, is_v ? 0 : 6);
         (is_v ? p.exp_v : p.exp_k)[lunit] = e == 127.0f ? 0.0f : e;
         if (is_v) {
             // what rounding has left of V - mean in a saved O must do for D
@@ -39,7 +42,13 @@ static __global__ void __launch_bounds__(FATTN_BACK_PREP_MEAN_THREADS) flash_att
             const bool saved = p.a.O == nullptr && p.a.saved.stamp != nullptr && *p.a.saved.stamp == FATTN_BACK_STAMP_MMA &&
                 common * 0x1p-12f <= spread && (!p.a.split_all || p.a.saved.large[unit] != 0);
             p.fresh[unit] = !saved;
+            p.guard.start(unit, p.a.G);
+            if (few || !fattn_back_guard_in_range(norm) || (saved && p.a.saved.large[unit] == FATTN_BACK_MMA_IN_F32)) {
+                p.guard.raise(unit, FATTN_BACK_GUARD_F32);
+            }
             p.large[unit] = saved ? p.a.saved.large[unit] : p.a.split_all;
+        } else {
+            p.guard.units[p.unit0 + lunit].wide = fattn_back_guard_in_range(norm) ? wide : FATTN_BACK_GUARD_ALWAYS;
         }
     }
 }
@@ -72,51 +81,10 @@ static __device__ __forceinline__ void fattn_back_mma_prep_load(
     }
 }
 
-// K (z = 0) and V (z = 1). Grid: blocks of threads, units, 2; a thread converts 8 components.
-static __global__ void __launch_bounds__(FATTN_BACK_PREP_THREADS) flash_attn_back_convert_kv(const fattn_back_mma_params p) {
-    const int lunit = blockIdx.y;
-    const bool is_v = blockIdx.z == 1;
-    const int P     = is_v ? p.Pv : p.Pk;
-
-    const int64_t j   = (int64_t) blockIdx.x * FATTN_BACK_PREP_THREADS + threadIdx.x;
-    const int64_t key = j / (P / 8);
-    const int i       = j % (P / 8);
-    if (key >= p.keys()) {
-        return;
-    }
-    float x[8];
-    fattn_back_mma_prep_load(p, is_v, lunit, key, i, x);
-    half2 hi[4];
-    half2 lo[4];
-    fattn_back_mma_prep_hilo(x, hi, lo);
-    const int64_t dst = (lunit * p.keys() + key) * P;
-#pragma unroll
-    for (int c = 0; c < 2; ++c) {
-        const int64_t k                        = dst + fattn_back_load8_component(i, 4 * c);
-        *(uint2 *) ((is_v ? p.v : p.k_hi) + k) = *(const uint2 *) (hi + 2 * c);
-        if (!is_v) {
-            *(uint2 *) (p.k_lo + k) = *(const uint2 *) (lo + 2 * c);
-        }
-    }
-}
-
-// Threads that convert a row of Q or dO, 8 components each: a power of two.
+// Threads that convert a row, 8 components each: a power of two.
 static __host__ __device__ int fattn_back_mma_prep_row_threads(const int P) {
     return P > 128 ? 32 : P > 64 ? 16
                                  : 8;
-}
-
-// The thread's components of a row of Q, O or dO.
-static __device__ __forceinline__ void fattn_back_mma_prep_load_row(const fattn_back_src & src, const int64_t offset, const int col, float (&x)[8]) {
-    if (src.vec) {
-        ggml_cuda_memcpy_1<16>(x, src.data + offset + (col + 0) * sizeof(float));
-        ggml_cuda_memcpy_1<16>(x + 4, src.data + offset + (col + 4) * sizeof(float));
-    } else {
-#pragma unroll
-        for (int c = 0; c < 8; ++c) {
-            x[c] = *(const float *) (src.data + offset + (col + c) * src.nb_comp);
-        }
-    }
 }
 
 // sum of products, over the n threads of a row
@@ -130,6 +98,51 @@ static __device__ __forceinline__ float fattn_back_mma_prep_dot(const float (&x)
         sum += __shfl_xor_sync(0xFFFFFFFF, sum, k, WARP_SIZE);
     }
     return sum;
+}
+
+// K (z = 0) and V (z = 1). Grid: blocks of rows, units, 2; a thread converts 8 components.
+static __global__ void __launch_bounds__(FATTN_BACK_PREP_THREADS) flash_attn_back_convert_kv(const fattn_back_mma_params p) {
+    const int lunit = blockIdx.y;
+    const bool is_v = blockIdx.z == 1;
+    const int P     = is_v ? p.Pv : p.Pk;
+
+    const int n       = fattn_back_mma_prep_row_threads(P);
+    const int64_t j   = (int64_t) blockIdx.x * FATTN_BACK_PREP_THREADS + threadIdx.x;
+    const int64_t key = j / n;
+    const int i       = j % n;
+    float x[8]        = { 0.0f };
+    if (key < p.keys() && i < P / 8) {
+        fattn_back_mma_prep_load(p, is_v, lunit, key, i, x);
+        half2 hi[4];
+        half2 lo[4];
+        fattn_back_mma_prep_hilo(x, hi, lo);
+        const int64_t dst = (lunit * p.keys() + key) * P;
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+            const int64_t k                        = dst + fattn_back_load8_component(i, 4 * c);
+            *(uint2 *) ((is_v ? p.v : p.k_hi) + k) = *(const uint2 *) (hi + 2 * c);
+            if (!is_v) {
+                *(uint2 *) (p.k_lo + k) = *(const uint2 *) (lo + 2 * c);
+            }
+        }
+    }
+    fattn_back_guard_lengths lengths;
+    lengths.add(log2f(fattn_back_mma_prep_dot(x, x, n)), i == 0);
+    fattn_back_guard_unit & unit = p.guard.units[p.unit0 + lunit];
+    lengths.put(is_v ? unit.v : unit.k);
+}
+
+// The thread's components of a row of Q, O or dO.
+static __device__ __forceinline__ void fattn_back_mma_prep_load_row(const fattn_back_src & src, const int64_t offset, const int col, float (&x)[8]) {
+    if (src.vec) {
+        ggml_cuda_memcpy_1<16>(x, src.data + offset + (col + 0) * sizeof(float));
+        ggml_cuda_memcpy_1<16>(x + 4, src.data + offset + (col + 4) * sizeof(float));
+    } else {
+#pragma unroll
+        for (int c = 0; c < 8; ++c) {
+            x[c] = *(const float *) (src.data + offset + (col + c) * src.nb_comp);
+        }
+    }
 }
 
 // Brings the norm of a row to [2^target, 2^(target + 1)); returns the exponent.
@@ -246,6 +259,12 @@ static __global__ void __launch_bounds__(FATTN_BACK_PREP_THREADS) flash_attn_bac
     if (in && col == 0) {
         atomicMin(least + 0, (int) e_q);
         atomicMin(least + 1, (int) e_dO);
+    }
+    fattn_back_guard_lengths lengths;
+    lengths.add(1.0f - 2.0f * e_dO, in && col == 0 && e_dO != 127.0f);
+    lengths.put(p.guard.units[unit].dO);
+    if (in && col == 0 && e_q != 127.0f && fabsf(e_q) > FATTN_BACK_GUARD_RANGE) {
+        p.guard.raise(unit, FATTN_BACK_GUARD_F32);
     }
     __syncthreads();
     if (threadIdx.x < 2) {

@@ -229,21 +229,33 @@ static __global__ void __launch_bounds__(FATTN_BACK_PREP_THREADS) flash_attn_bac
 }
 
 // Grid: heads.
-static __global__ void __launch_bounds__(FATTN_BACK_PREP_THREADS) flash_attn_back_sinks(const fattn_back_args a) {
+static __global__ void __launch_bounds__(FATTN_BACK_PREP_THREADS) flash_attn_back_sinks(const fattn_back_args a, const fattn_back_guard guard) {
     const int h      = blockIdx.x;
     const float sink = a.sinks[h];
     float sum        = 0.0f;
+    float terms      = 0.0f; // squared
     for (int s = 0; s < a.S; ++s) {
+        float left = 0.0f; // what the sink leaves to the keys of a row, at most
         for (int q = threadIdx.x; q < a.N; q += FATTN_BACK_PREP_THREADS) {
             const int64_t row = a.row(q, h, s);
-            if (a.D[row] != 0.0f) { // else LSE may be as infinite as the sink
-                sum -= expf(sink - a.LSE[row]) * a.D[row];
+            const float D     = a.D[row];
+            const float P     = expf(sink - a.LSE[row]);
+            left              = fmaxf(left, 1.0f - P);
+            if (D != 0.0f) { // else LSE may be as infinite as the sink
+                sum -= P * D;
+                terms = fmaf(P * D, P * D, terms);
             }
         }
+        left = fattn_back_block_reduce(left, true);
+        if (threadIdx.x == 0 && fabsf(sink) != INFINITY && left < FATTN_BACK_GUARD_SINK) {
+            guard.raise(s * a.Hkv + h / a.G, FATTN_BACK_GUARD_F32);
+        }
     }
-    sum = fattn_back_block_reduce(sum, false);
-    if (threadIdx.x == 0) {
-        a.dSinks[h] = sum;
+    sum   = fattn_back_block_reduce(sum, false);
+    terms = fattn_back_block_reduce(terms, false);
+    if (threadIdx.x == 0 && a.dSinks != nullptr) {
+        a.dSinks[h]    = sum;
+        guard.heads[h] = make_float2(sum, terms);
     }
 }
 
@@ -269,9 +281,9 @@ void ggml_cuda_flash_attn_back_columns(
     CUDA_CHECK(cudaGetLastError());
 }
 
-void ggml_cuda_flash_attn_back_sinks(const fattn_back_args & a, cudaStream_t stream) {
-    if (a.dSinks != nullptr) {
-        flash_attn_back_sinks<<<a.H, FATTN_BACK_PREP_THREADS, 0, stream>>>(a);
+void ggml_cuda_flash_attn_back_sinks(const fattn_back_args & a, const fattn_back_guard & guard, cudaStream_t stream) {
+    if (a.sinks != nullptr) {
+        flash_attn_back_sinks<<<a.H, FATTN_BACK_PREP_THREADS, 0, stream>>>(a, guard);
         CUDA_CHECK(cudaGetLastError());
     }
 }

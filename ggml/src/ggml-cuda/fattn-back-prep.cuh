@@ -3,7 +3,7 @@
 // What the paths of FLASH_ATTN_BACK on tensor cores share beside the node: which tiles the mask leaves, the means of K's and V's columns,
 // and dSinks. A unit is a (sequence, KV head).
 
-#include "fattn-back-common.cuh"
+#include "fattn-back-guard.cuh"
 
 #define FATTN_BACK_PREP_MAX_D        256 // largest head size
 #define FATTN_BACK_PREP_THREADS      256
@@ -88,8 +88,40 @@ void ggml_cuda_flash_attn_back_mask_table(const fattn_back_args & a, const fattn
 void ggml_cuda_flash_attn_back_columns(
     const fattn_back_args & a, const fattn_back_mask_table & mask, int unit0, int units, int nparts, float * dst, cudaStream_t stream);
 
-// dSinks from LSE and D, if wanted
-void ggml_cuda_flash_attn_back_sinks(const fattn_back_args & a, cudaStream_t stream);
+// dSinks from LSE and D, if wanted; tells the guard of heads whose sinks leave next to nothing to the keys, and of terms that cancel
+void ggml_cuda_flash_attn_back_sinks(const fattn_back_args & a, const fattn_back_guard & guard, cudaStream_t stream);
+
+// The largest exponent of 2 that scales a length; beyond the range of it a unit is formed in F32.
+static __device__ __forceinline__ bool fattn_back_guard_in_range(const float x) {
+    return x == 0.0f || fabsf(log2f(x)) <= FATTN_BACK_GUARD_RANGE;
+}
+
+// Whether some head of a unit has so few rows that see a key, or the unit so few keys that are seen, that their rounding does not average
+// out. By all threads of a block of whole warps.
+static __device__ __forceinline__ bool fattn_back_guard_few(const fattn_back_args & a, const fattn_back_mask_table & mask, const int unit) {
+    const auto few = [](const int n) { return n > 0 && n < FATTN_BACK_GUARD_TERMS; };
+    bool any       = false;
+    if (mask.rows != nullptr) {
+        for (int i = threadIdx.x / 32; i <= a.group_nmasks(); i += blockDim.x / 32) {
+            const bool keys = i == a.group_nmasks();
+            int n           = 0;
+            if (keys) {
+                const uint32_t * used = mask.used + (int64_t) a.mask_group(unit) * 2 * mask.nkt;
+                for (int j = threadIdx.x % 32; j < 2 * mask.nkt; j += 32) {
+                    n += __popc(used[j]);
+                }
+            } else {
+                const int64_t head    = unit / a.Hkv % a.mask_nseqs * a.mask_nheads + a.group_mask(unit % a.Hkv, i);
+                const uint64_t * rows = mask.rows + head * mask.nqt;
+                for (int j = threadIdx.x % 32; j < mask.nqt; j += 32) {
+                    n += __popcll(rows[j]);
+                }
+            }
+            any = any || few(warp_reduce_sum(n));
+        }
+    }
+    return __syncthreads_or(any);
+}
 
 // sum or maximum over the block, in a fixed order
 static __device__ __forceinline__ float fattn_back_block_reduce(float x, const bool is_max) {
@@ -105,6 +137,19 @@ static __device__ __forceinline__ float fattn_back_block_reduce(float x, const b
         x = is_max ? fmaxf(x, red[i]) : x + red[i];
     }
     return x;
+}
+
+// A finite sink as the scores of its row see it, in log2 and without what they all have in common: finite, too.
+static __device__ __forceinline__ float fattn_back_log2_sink(const float sink, const float common) {
+    return sink == -INFINITY ? sink : fminf(fmaxf((sink - common) * 1.4426950408889634f, -FLT_MAX), FLT_MAX);
+}
+
+// Whether few columns have most of the length of a unit's rows; x: what a thread's column reaches, relative to the largest, 0 for other threads.
+static __device__ __forceinline__ bool fattn_back_guard_wide(const float x) {
+    const float n      = __syncthreads_count(x > 0.0f);
+    const float square = fattn_back_block_reduce(x * x, false);
+    const float log    = fattn_back_block_reduce(x > 0.0f ? log2f(x) : 0.0f, false);
+    return n > 0.0f && log2f(square / n) > log2f(FATTN_BACK_GUARD_WIDE) + 2.0f * log / n;
 }
 
 // Mean of column threadIdx.x % FATTN_BACK_PREP_MAX_D from a unit's parts, and the largest distance from it; 0 without keys and beyond D.

@@ -8,6 +8,10 @@
 #include "ggml-backend-impl.h"
 #include "ggml-cuda.h"
 
+#ifdef FATTN_BACK_TENSOR_CORES
+#include "fattn-back-guard.cuh"
+#endif // FATTN_BACK_TENSOR_CORES
+
 #include <cstdlib>
 #include <cstring>
 #include <iterator>
@@ -246,12 +250,23 @@ static const char * fattn_back_path_name(ggml_backend_dev_t dev, const ggml_tens
     return path != nullptr ? path->name : nullptr;
 }
 
+static void fattn_back_units(ggml_backend_dev_t dev, uint64_t counts[3]) {
+    counts[0] = counts[1] = counts[2] = 0;
+#ifdef FATTN_BACK_TENSOR_CORES
+    ggml_cuda_flash_attn_back_units(fattn_back_device_id(dev), counts);
+#endif // FATTN_BACK_TENSOR_CORES
+    GGML_UNUSED(dev);
+}
+
 void * ggml_cuda_flash_attn_back_get_proc_address(const char * name) {
     if (strcmp(name, "ggml_backend_flash_attn_back_refusal") == 0) {
         return (void *) fattn_back_refusal;
     }
     if (strcmp(name, "ggml_backend_flash_attn_back_path") == 0) {
         return (void *) fattn_back_path_name;
+    }
+    if (strcmp(name, "ggml_backend_flash_attn_back_units") == 0) {
+        return (void *) fattn_back_units;
     }
     if (strcmp(name, "ggml_backend_flash_attn_back_source") == 0) {
         return (void *) ggml_cuda_flash_attn_back_source;
