@@ -9,6 +9,11 @@ from .cases import Case
 AXES = {"dq": "shic", "dk": "sgjc", "dv": "sgjc", "lse": "shi", "d": "shi", "dsinks": "h", "o": "shic"}
 
 
+def named_units(units: dict[str, int]) -> str:
+    """How many units (a KV head of a sequence of a node) took more than fp16 operands, as it follows a path's name."""
+    return "".join(f", {count} {name}" for name, count in units.items())
+
+
 @dataclasses.dataclass(frozen=True)
 class PartResult:
     """How one part compares. Indices are logical: (s, h, i, c), (s, g, j, c) with j from key 0, (s, h, i), (h)."""
@@ -57,3 +62,8 @@ class CaseResult:
     repeats: int = 1
     distinct: int = 1  # different digests among the repeats
     forward: Forward | None = None  # of a pair
+    units: dict[str, int] = dataclasses.field(default_factory=dict)  # that took more than fp16, by what they took
+
+    def path_and_units(self) -> str:
+        """The path, and how many units took more than fp16 operands."""
+        return self.path + named_units(self.units)

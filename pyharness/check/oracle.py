@@ -104,6 +104,7 @@ def check(
         repeats,
         1 + len(others),
         forward,
+        result.units,
     )
 
 

@@ -140,7 +140,7 @@ class Reporter:
         if result.status == "ok":
             forward = f"{result.forward.by} forward, " if result.forward else ""
             time = f" {result.seconds * 1e3:.2f} ms" if result.seconds else ""
-            self.out.print(f"{'':<11}  {figures}  {forward}{result.path}{time}")
+            self.out.print(f"{'':<11}  {figures}  {forward}{result.path_and_units()}{time}")
         elif result.status == "failed":
             self.out.print(failure(result, self.seed, self.verb))
         else:

@@ -62,6 +62,10 @@ class Device:
     source: str | None
 
 
+UNITS = ("halves", "d_in_f32", "f32")
+"""What units of a tensor-core path take beyond fp16: K and Q in two halves; F32 for LSE, D and dSinks, or for all."""
+
+
 @dataclasses.dataclass
 class Result:
     """What a run wrote: parts as float32 in the shapes of reference.backward."""
@@ -75,6 +79,7 @@ class Result:
     seconds: float
     memory: int  # bytes of the device buffer
     forward: str = ""  # path of a pair's forward, "" if ggml's own ran
+    units: dict[str, int] = dataclasses.field(default_factory=dict)  # Library.units of its runs
 
 
 class Library:
@@ -208,6 +213,17 @@ class Library:
         handle = self.handle(device)
         ask = self.proc(handle, "ggml_backend_flash_attn_back_path", "ggml_backend_flash_attn_back_path_t")
         return (self.text(ask(handle, back)) if ask else None) or ""
+
+    def units(self, device: Device) -> dict[str, int]:
+        """Of the nodes that the device has run since the last call the units (a KV head of a sequence) that took more
+        than fp16 operands, by what they took (UNITS); without those that are 0."""
+        handle = self.handle(device)
+        ask = self.proc(handle, "ggml_backend_flash_attn_back_units", "ggml_backend_flash_attn_back_units_t")
+        if ask is None:
+            return {}
+        counts = self.ffi.new("uint64_t[]", len(UNITS))
+        ask(handle, counts)
+        return {name: int(count) for name, count in zip(UNITS, counts, strict=True) if count}
 
     def forward_refusal(self, device: Device, attn: Any) -> str:
         """Why the device's own forward cannot run a FLASH_ATTN_EXT node that supports_op accepts, "" if it can."""
@@ -432,6 +448,7 @@ class Session:
             self._allocate(owned)
             self._upload()
             self.poison()
+            library.units(device)
             self._owned = owned.pop_all()
 
     def _allocate(self, owned: contextlib.ExitStack) -> None:
@@ -537,6 +554,7 @@ class Session:
             seconds=self.seconds,
             memory=self.bytes,
             forward=self.forward,
+            units=self.library.units(self.device),
         )
 
     def close(self) -> None:

@@ -136,6 +136,7 @@ typedef const char * (*ggml_backend_flash_attn_back_refusal_t)(
 typedef const char * (*ggml_backend_flash_attn_back_path_t)(
     struct ggml_backend_device * dev, const struct ggml_tensor * back);
 typedef const char * (*ggml_backend_flash_attn_back_source_t)(void);
+typedef void (*ggml_backend_flash_attn_back_units_t)(struct ggml_backend_device * dev, uint64_t * counts);
 
 void ggml_backend_load_all_from_path(const char * dir_path);
 size_t ggml_backend_dev_count(void);

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from ..base import cuda
 from ..case.cases import GGML
 from ..case.operands import Inputs
+from ..case.result import named_units
 from ..device.ggml import Device, Library
 from ..receipts.statement import OURS
 from . import fa3, pair
@@ -70,6 +71,11 @@ class Peer:
     def time(self, way: str) -> Sample:
         """Run a pass once; forward has run at least once before backward."""
         raise NotImplementedError
+
+    def units(self, way: str) -> str:
+        """Of a run of a pass what path_and_units adds to its path."""
+        del way
+        return ""
 
     def flush(self) -> None:
         """Push everything out of the last-level cache."""
@@ -159,6 +165,14 @@ class _Ours(Peer):
     def _open(self, stack: contextlib.ExitStack) -> Any:
         """Build the graphs; returns their backend."""
         raise NotImplementedError
+
+    def units(self, way: str) -> str:
+        """Of a run of a pass what path_and_units adds to its path."""
+        if cuda.ordinal(self._device.name) is None:
+            return ""
+        self._library.units(self._device)
+        self.time(way)
+        return named_units(self._library.units(self._device))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -243,7 +243,7 @@ def measure(case: Case, settings: Settings) -> Iterator[dict[str, Any]]:
                 for way in wanted:
                     timings = sample(functools.partial(peer.time, way), peer.flush, settings.runs, settings.cold)
                     memory = {"buffers_bytes": peer.bytes, "peak_bytes": peak(since, before)}
-                    path = peer.paths.get(way, "")
+                    path = peer.paths.get(way, "") + peer.units(way)
                     found = record(peer.name(way), way, path=path, timings=timings, memory=memory)
                     if settings.error != "none":
                         parts = peer.parts()

@@ -261,6 +261,7 @@ def case_record(result: CaseResult) -> dict[str, Any]:
         "digests": dict(result.digests),
         "parts": {name: part_record(part) for name, part in result.parts.items()},
         **({"forward": made} if made else {}),
+        **({"units": dict(result.units)} if result.units else {}),
     }
 
 

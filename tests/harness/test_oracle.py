@@ -163,6 +163,16 @@ def test_a_gradient_that_cancels_is_measured_against_its_operands(
         assert oracle.compare(given, result, want)["dq"].passed == passes
 
 
+def test_units_beyond_fp16_follow_the_path() -> None:
+    plain = result.CaseResult(case("hsk=64,hsv=64,nh=2,nhkv=2,kv=64,nb=64"), "CUDA0", 0, "ok", path="mma")
+    assert plain.path_and_units() == "mma"
+    units = {"halves": 2, "f32": 1}
+    hard = dataclasses.replace(plain, units=units)
+    assert hard.path_and_units() == "mma, 2 halves, 1 f32"
+    assert statement.case_record(hard)["units"] == units
+    assert "units" not in statement.case_record(plain)
+
+
 def test_a_case_that_fails_says_how_to_see_it_again(library: ggml.Library, cpu: ggml.Device) -> None:
     shape = case(SHAPE)
     found = oracle.check(library, cpu, shape, 7, limits={"nmse": 1e-30, "zero": 1e-10})
