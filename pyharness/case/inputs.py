@@ -32,7 +32,7 @@ def make(case: Case, seed: int) -> Inputs:
         k=quant.quantize(k, case.type_K, rng),
         v=quant.quantize(v, case.type_V, rng),
         mask=mask,
-        sinks=rng.standard_normal(case.nh, np.float32) if case.sinks else None,
+        sinks=_sinks(case, rng) if case.sinks else None,
         o=None,
         d=d,
         **_scalars(case),
@@ -136,7 +136,63 @@ def _values(case: Case, rng: np.random.Generator) -> tuple[F32, F32, F32, F32]:
         k[..., :2] *= np.float32(10)
     elif case.data == "zero":
         d[:] = 0
+    elif case.data == "wild":
+        _wild(rng, q, k, v, d)
     return q, k, v, d
+
+
+def _sinks(case: Case, rng: np.random.Generator) -> F32:
+    """One number for each head; wild: up to the ends of float32."""
+    sinks = rng.standard_normal(case.nh, np.float32)
+    if case.data == "wild":
+        ends = np.array([np.finfo(np.float32).max, 2.4e38, 1e30, 300, 20], np.float32)
+        far = rng.random(case.nh) < 0.3
+        sinks[far] = rng.choice(np.concatenate([ends, -ends]), int(far.sum()))
+    return sinks
+
+
+def _wild(rng: np.random.Generator, q: F32, k: F32, v: F32, d: F32) -> None:
+    """Changes normal numbers in place to what models and losses have been seen to give: several of outlier channels and
+    tokens, heavy tails, constants plus noise, pairs of channels that RoPE turns, a first key unlike the others,
+    near-duplicate keys, and a loss scale."""
+
+    def once(chance: float) -> bool:
+        return bool(rng.random() < chance)
+
+    rows = d.transpose(0, 2, 1, 3)
+    for x, most in ((q, 4), (k, 7), (v, 7), (rows, 7)):
+        width, count = x.shape[3], x.shape[2]
+        if once(0.25):
+            x[..., rng.integers(width, size=rng.integers(1, 4))] *= np.float32(2 ** rng.uniform(0, most))
+        if once(0.25) and count:
+            x[:, :, rng.integers(count, size=rng.integers(1, 4))] *= np.float32(2 ** rng.uniform(-most, most + 3))
+        if once(0.15):
+            x /= np.sqrt(rng.chisquare(4, (*x.shape[:3], 1)) / 4).astype(np.float32)
+        if once(0.2):
+            x *= np.float32(2 ** rng.uniform(-7, 0))
+            x += rng.standard_normal((1, x.shape[1], 1, width), np.float32)
+    size = min(q.shape[3], k.shape[3])
+    if once(0.2) and size >= 2:
+        pair = int(rng.integers(size // 2)) * 2
+        turn, high = rng.uniform(0.01, 1), 2 ** rng.uniform(3, 9)
+        for x, long in ((k, high), (q, 2 ** rng.uniform(0, 2))):
+            place = turn * (np.arange(x.shape[2]) - x.shape[2])
+            x[..., pair] += np.float32(long) * np.cos(place).astype(np.float32)
+            x[..., pair + 1] += np.float32(long) * np.sin(place).astype(np.float32)
+    if once(0.2) and k.shape[2]:
+        channel = int(rng.integers(size))
+        k[:, :, 0] = 0
+        k[:, :, 0, channel] = np.float32(2 ** rng.uniform(3, 10) * size**0.5)
+        q[..., channel] = np.float32(rng.uniform(1, 12)) / np.abs(k[0, 0, 0, channel]) * size**0.5
+        v[:, :, :1] *= np.float32(0.01)
+    if once(0.2) and k.shape[2] > 1:
+        pairs = k.shape[2] // 2
+        k[:, :, 1 : 2 * pairs : 2] = k[:, :, 0 : 2 * pairs : 2]
+        k += np.float32(2 ** rng.uniform(-10, -1)) * rng.standard_normal(k.shape, np.float32)
+    for x in (k, v):
+        np.clip(x, -6e4, 6e4, out=x)  # finite in fp16
+    if once(0.5):
+        d *= np.float32(2 ** rng.uniform(-40, 60))
 
 
 def _mask(case: Case, rng: np.random.Generator) -> NDArray[np.float16] | None:

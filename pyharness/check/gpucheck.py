@@ -71,6 +71,7 @@ BESIDE = ("oracle", "hopper", "mma", "rows", "target", "repeat", "random", "sani
 
 ON_DEVICE = (
     "tests/operator/test_public_reports.py",
+    "tests/operator/test_reported_values.py",
     "tests/operator/test_hand.py",
     "tests/operator/test_invariants.py",
     "tests/operator/test_corners.py",
@@ -407,7 +408,7 @@ def _random(runner: _Runner) -> Found:
     """Shapes through the oracle, shared out among processes. One that dies is told with the case that it was at, and
     the next goes on behind that."""
     rng = random.Random(runner.args.seed)
-    listed = list(dict.fromkeys(shapes.random_case(rng) for _ in range(runner.args.random)))
+    listed = shapes.random_cases(rng, runner.args.random)
 
     def step(runner: _Runner, env: dict[str, str]) -> Found:
         return _judged(runner, listed, env)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 from ..base import errors
@@ -32,6 +33,53 @@ SOAKED_RANDOM = 20
 
 _SIZES = (8, 16, 32, 40, 64, 72, 80, 96, 112, 128, 192, 256, 320, 512, 576)
 _TYPES = ("f16", "f32", "bf16", "q8_0") * 4 + tuple(cases.TYPES)
+
+
+def random_cases(rng: random.Random, count: int) -> list[Case]:
+    """Different small cases: of three, two that the paths on tensor cores take but for softcaps and head sizes."""
+    made = (random_case(rng) if i % 3 == 0 else tiled_case(rng) for i in itertools.count())
+    return list(itertools.islice(dict.fromkeys(itertools.islice(made, 2 * count)), count))
+
+
+def tiled_case(rng: random.Random) -> Case:
+    """A case with 64 queries and keys or more, half of them with numbers as wild as models and losses give."""
+    while True:
+        hkv, group = rng.randint(1, 3), rng.choice((1, 1, 2, 3, 4))
+        hsk = rng.choice((64, 64, 128, 128, 256, rng.choice((40, 80, 96, 112, 192))))
+        nb, kv = rng.randint(64, 200), rng.choice((rng.randint(64, 300), rng.randint(300, 1500)))
+        ns = rng.choice((1, 1, 1, 2))
+        mask = rng.choice(("causal", "causal", *cases.MASKS))
+        mask = mask.replace("W", str(rng.randint(64, kv))).replace("L", str(rng.randint(64, kv)))
+        masked, kind = mask != "none", rng.choice(_TYPES)
+        window = rng.random() < 0.15
+        first = rng.randint(0, kv - 64) if window else 0
+        sinks = int(rng.random() < 0.3)
+        try:
+            return Case(
+                hsk=hsk,
+                hsv=hsk if rng.random() < 0.9 else rng.choice((64, 128)),
+                nh=hkv * group,
+                nhkv=hkv,
+                kv=kv,
+                nb=nb,
+                ns=ns,
+                type_K=kind,
+                type_V=kind if rng.random() < 0.7 else rng.choice(_TYPES),
+                mask=mask,
+                mh=rng.choice((1, 1, hkv * group)) if masked else 1,
+                ms=rng.choice((1, ns)) if masked else 1,
+                max_bias=rng.choice((0.0, 0.0, 8.0)) if masked else 0.0,
+                softcap=0.0 if sinks or rng.random() < 0.85 else rng.choice((2.0, 15.0, 50.0)),
+                sinks=sinks,
+                kv_first=first,
+                kv_count=rng.randint(64, kv - first) if window else 0,
+                prec=rng.choice(("default", "default", "f32")),
+                data=rng.choice(("wild", rng.choice([x for x in cases.DATA if x != "wild"]))),
+                layout=rng.choice(("cont",) * 4 + cases.LAYOUTS),
+                pair=int(rng.random() < 0.3),
+            )
+        except errors.Usage:
+            continue
 
 
 def random_case(rng: random.Random) -> Case:

@@ -330,6 +330,23 @@ def test_random_shapes_are_seeded_and_reach_every_corner_of_the_grammar() -> Non
     assert all(Case.parse(str(case)) == case for case in found)
 
 
+def test_a_third_and_more_of_the_random_shapes_are_for_each_path_on_tensor_cores() -> None:
+    found = shapes.random_cases(random.Random(0), 3000)
+    assert len(set(found)) == 3000
+    large = [case for case in found if min(case.nb, case.window[1]) >= 64]
+    mma = [case for case in large if max(case.hsk, case.hsv) <= 256 and not (case.softcap and case.sinks)]
+    hopper = [case for case in mma if case.hsk == case.hsv and case.hsk in (64, 128, 256) and not case.softcap]
+    assert len(mma) > len(hopper) > 1000
+    for some in (
+        [case for case in hopper if case.data == "wild"],
+        [case for case in hopper if case.kv > 1000],
+        [case for case in hopper if case.nb % 64 and case.kv % 64],
+        [case for case in hopper if case.kv_count],
+        [case for case in hopper if case.hsk == 256],
+    ):
+        assert len(some) > 50
+
+
 def wrong_once(monkeypatch: pytest.MonkeyPatch, run: int) -> None:
     """One bit of one run's result is another."""
     right, count = ggml.Session.again, itertools.count(1)
