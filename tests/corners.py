@@ -1,12 +1,10 @@
 """Corner cases that the case list cannot name: what masks, sinks, values and memory may hold at their ends.
 
-A corner is a function that changes a Draft of normal numbers. LIMITS has the parts of a corner that the formats of a
-kernel path cannot hold; docs/reliability.md says so.
+A corner is a function that changes a Draft of normal numbers.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import zlib
 from collections.abc import Callable
 from typing import Any
@@ -896,40 +894,3 @@ def prec_f32_bias_sinks(b: Draft) -> None:
     mask[..., b.M // 2 :] = 4
     mask[..., ::9] = NINF
     b.sink(1, 2)
-
-
-# what formats cannot hold
-
-
-@dataclasses.dataclass(frozen=True)
-class Limit:
-    """Parts of a corner that may miss the limit on some paths, and why."""
-
-    parts: str
-    why: str
-    paths: str = "hopper mma"
-    shapes: tuple[str, ...] = tuple(SHAPES)
-
-
-_SPREAD = "fp16 holds what is within 2^24 of the largest"
-_SATURATED = Limit("dq dk", "1 - tanh^2 is below fp16's normal range", "mma")
-_BIAS = Limit("d dsinks", "scores of 94500 have steps of 2^-7 in F32")
-_FEW_TERMS = Limit("d", "the sum of two or fewer rows that see anything is small beside its rounded terms")
-_WEIGHT = Limit("dq", "dS is scaled to the longest dO of the group", "hopper", ("wide",))
-
-LIMITS = {
-    "heads_of_a_group_with_do_of_1_and_3e7": _WEIGHT,
-    "last_k_is_huge_and_seen_once": Limit("dq dk dv lse d", f"one key has the whole range of K: {_SPREAD}"),
-    "last_v_is_huge_and_seen_once": Limit("dq dk d", f"one key has the whole range of V: {_SPREAD}"),
-    "last_v_is_large_and_seen_once": Limit("dq dk d", "D of a head is one value times a small p"),
-    "longest_do_where_q_is_smallest": Limit("dk d", f"one row has the whole range of dO: {_SPREAD}"),
-    "longest_do_where_q_is_zero": Limit("dk d", f"one row has the whole range of dO: {_SPREAD}"),
-    "lowest_beside_hidden": Limit("dsinks", "dSinks is taken from an LSE in F32, which has steps of 2^-8 there"),
-    "sinks_and_biases_of_60000": _BIAS,
-    "sinks_outweigh_keys": Limit("dq d", "a sink leaves 1e-8 of a row to its keys"),
-    "softcap_saturated_at_6": _SATURATED,
-    "softcap_saturated_at_8": _SATURATED,
-    "softcap_small": _SATURATED,
-    "whole_block_of_rows_without_keys": _FEW_TERMS,
-    "whole_block_of_rows_without_keys_but_sinks": _FEW_TERMS,
-}
