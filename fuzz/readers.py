@@ -30,6 +30,7 @@ import numpy as np
 from pyharness.base import digest, errors
 from pyharness.case import capture_file
 from pyharness.cli import receipt
+from pyharness.patch import hooks as patch_hooks
 from pyharness.patch import tree
 from pyharness.receipts import differences, pages, show, signing, statement, tables, verify
 
@@ -369,6 +370,12 @@ def lay(root: Path, files: dict[str, bytes]) -> None:
         (root / name).write_bytes(data)
 
 
+def reverse(target: Path, repository: Path) -> None:
+    """tree.reverse, called as tree.patch is."""
+    assert repository.is_dir()
+    tree.reverse(target)
+
+
 def hooks(data: bytes) -> None:
     """Damaged patch data: hooks and pins."""
     choices = Choices(data)
@@ -382,7 +389,7 @@ def hooks(data: bytes) -> None:
         if changes is None:
             assert contents(inside / "tree") == before
         else:
-            tree.reverse(inside / "tree", inside / "repository")
+            tree.reverse(inside / "tree")
             assert contents(inside / "tree") == before
 
 
@@ -412,7 +419,7 @@ def trees(data: bytes) -> None:
                     path.mkdir()
         for _ in range(1 + choices.below(3)):
             before = contents(target)
-            action = choices.of((tree.patch, tree.reverse, tree.check, tree.diff))
+            action = choices.of((tree.patch, reverse, tree.check, tree.diff))
             if attempt(functools.partial(action, target, repository)) is None or action in (tree.check, tree.diff):
                 assert contents(target) == before
 
@@ -465,7 +472,7 @@ def main() -> None:
     import atheris
 
     name = sys.argv.pop(1)
-    for module in (capture_file, receipt, signing, statement, tables, tree, verify):
+    for module in (capture_file, receipt, signing, statement, tables, patch_hooks, tree, verify):
         for value in vars(module).values():
             if callable(value) and getattr(value, "__module__", "") == module.__name__ and hasattr(value, "__code__"):
                 setattr(module, value.__name__, atheris.instrument_func(value))

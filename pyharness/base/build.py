@@ -191,7 +191,7 @@ def install(*extras: str) -> None:
 def interpreter(folder: Path) -> Path:
     """A Python with the packages of pyharness.patch: this one, or that of a virtual environment made as `folder`."""
     own = folder / PROGRAMS / PYTHON_NAME
-    usable = "import pip; from pyharness.patch import tree; tree.tree_sitter.QueryCursor"  # of tree-sitter 0.25
+    usable = "import pip; from pyharness.patch import hooks; hooks.tree_sitter.QueryCursor"  # of tree-sitter 0.25
     for python in (Path(sys.executable), own):
         if python.exists() and subprocess.run([python, "-c", usable], cwd=ROOT, capture_output=True).returncode == 0:
             return python

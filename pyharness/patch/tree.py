@@ -2,7 +2,7 @@
 
 The operator's own files (ggml/include, ggml/src, ggml/tests) are copied into a tree, and the hooks of ggml/edits are
 inserted into upstream's files as whole lines between marker lines. Nothing of upstream is removed, so taking the
-blocks out restores the bytes. Anchors are syntax nodes found with tree-sitter, so a tree may differ from the pinned.
+blocks out restores the bytes. Both come in layers; a tree gets the highest that fit it.
 
 The pinned upstream trees of ggml/upstream.toml are fetched from PyPI. CMake runs `python -m pyharness.patch.tree` with
 `ensure [NAME]` or `copy FROM TO`; both print the patched tree's path.
@@ -14,7 +14,6 @@ import argparse
 import contextlib
 import difflib
 import fcntl
-import functools
 import gzip
 import hashlib
 import os
@@ -24,40 +23,25 @@ import sys
 import tarfile
 import tempfile
 import zlib
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Any, TypeVar
 
-from pyharness.base import build, digest, errors
+from pyharness.base import build, digest
 from pyharness.base.digest import ROOT
+from pyharness.patch.common import MARK, TreeError, entry, os_errors, table, toml
 
 try:
-    import tree_sitter
-    import tree_sitter_c
-    import tree_sitter_cmake
-    import tree_sitter_cpp
+    from pyharness.patch import hooks
 except ModuleNotFoundError as error:
     if __name__ == "__main__":
         sys.exit(f"error: no Python package {error.name}; {build.pip()}, or ./scripts/oracle, which makes {build.VENV}")
     raise
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
-
 MANIFEST = "src/ggml-flash-attn-back.sha256"
-"""What a patch did to a tree: the hooked files as comments, then the operator's files as sha256sum lists them."""
+"""What a patch did to a tree: layers and hooked files as comments, then the operator's files as of sha256sum."""
 
-_MARK = "ggml-flash-attn-back"
-_STAGED = f".{_MARK}-"
-
-T = TypeVar("T")
-
-
-class TreeError(errors.Environment):
-    """A tree could not be fetched, patched or restored; says why and what to do. Nothing was changed."""
+_STAGED = f".{MARK}-"
 
 
 # ---- pinned upstream trees ----
@@ -83,13 +67,13 @@ class Base:
 def bases(root: Path = ROOT) -> dict[str, Base]:
     """The pinned trees of ggml/upstream.toml by name, the default one first."""
     file = root / "ggml/upstream.toml"
-    pins = _toml(file)
+    pins = toml(file)
     default = pins.pop("default", None)
     if default not in pins:
         raise TreeError(
             f"{file}: default is {default!r}, expected one of {', '.join(pins) or 'the pins, and there are none'}"
         )
-    known = {name: _entry(Base, {"name": name} | _table(pins[name]), f"{file}: {name}") for name in pins}
+    known = {name: entry(Base, {"name": name} | table(pins[name]), f"{file}: {name}") for name in pins}
     for pin in known.values():
         if not re.fullmatch("[0-9a-f]{64}", pin.sha256):
             raise TreeError(f"{file}: {pin.name}: sha256 must be 64 hexadecimal digits")
@@ -98,37 +82,6 @@ def bases(root: Path = ROOT) -> dict[str, Base]:
         ):
             raise TreeError(f"{file}: {pin.name}: name, version and subdir must be plain names")
     return dict(sorted(known.items(), key=lambda item: item[0] != default))
-
-
-def _toml(file: Path) -> dict[str, Any]:
-    with _os_errors(f"cannot read {file}"):
-        data = file.read_bytes()
-    try:
-        found: dict[str, Any] = tomllib.loads(data.decode())
-    except (ValueError, RecursionError) as error:
-        raise TreeError(f"{file} is not TOML: {error}; restore it, as with git checkout") from error
-    return found
-
-
-def _table(value: Any) -> dict[str, Any]:
-    return value if isinstance(value, dict) else {"": value}
-
-
-def _entry(kind: Callable[..., T], values: dict[str, Any], where: str) -> T:
-    """A Base or an Edit of a TOML table, of whose fields every one has the type of the dataclass."""
-    known = {field.name: str(field.type) for field in fields(kind)}  # type: ignore[arg-type]
-    names = {"str": str, "bool": bool, "list[str]": list}
-    for name, value in values.items():
-        if name not in known:
-            raise TreeError(f"{where}: unknown key {name!r}; keys: {', '.join(known)}")
-        if type(value) is not names[known[name]] or (
-            isinstance(value, list) and not all(type(v) is str for v in value)
-        ):
-            raise TreeError(f"{where}: {name} is {value!r}, expected {known[name]}")
-    try:
-        return kind(**values)
-    except TypeError as error:
-        raise TreeError(f"{where}: {str(error).partition(' ')[2]}") from error
 
 
 def base(name: str | None = None, root: Path = ROOT) -> Base:
@@ -141,7 +94,7 @@ def base(name: str | None = None, root: Path = ROOT) -> Base:
     return known[name]
 
 
-def ensure(name: str | None = None, root: Path = ROOT) -> Path:
+def ensure(name: str | None = None, root: Path = ROOT, layer: str | None = None) -> Path:
     """The pinned tree, fetched, unpacked and patched under `root`/build as far as that is still to do."""
     pin = base(name)
     with lock(root):
@@ -150,7 +103,7 @@ def ensure(name: str | None = None, root: Path = ROOT) -> Path:
             shutil.rmtree(killed, ignore_errors=True)
         if not tree.exists():
             unpack(fetch(pin, root), pin.subdir, tree)
-        patch(tree)
+        patch(tree, layer=layer)
     return tree
 
 
@@ -158,7 +111,7 @@ def ensure(name: str | None = None, root: Path = ROOT) -> Path:
 def lock(root: Path = ROOT) -> Iterator[None]:
     """Holds `root`/build for one process at a time; waits for the others."""
     path = root / "build/.lock"
-    with _os_errors(f"cannot write below {root / 'build'}"):
+    with os_errors(f"cannot write below {root / 'build'}"):
         path.parent.mkdir(parents=True, exist_ok=True)
         file = path.open("w")
     with file:
@@ -183,7 +136,7 @@ def fetch(pin: Base, root: Path = ROOT) -> Path:
     archive = root / "build/cache" / f"{pin.folder}.tar.gz"
     if archive.is_file() and _sha256(archive) == pin.sha256:
         return archive
-    with _os_errors(f"cannot write {archive}"):
+    with os_errors(f"cannot write {archive}"):
         archive.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=archive.parent) as folder:
             work = Path(folder)
@@ -226,7 +179,7 @@ def unpack(archive: Path, subdir: str, tree: Path) -> None:
 
     Only files and folders whose names stay inside are accepted. tarfile's own filters are missing before 3.10.12 and
     3.11.4, so the files are written here, with this process's owner and no mode but the executable bit."""
-    with _os_errors(f"cannot write {tree}"):
+    with os_errors(f"cannot write {tree}"):
         tree.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=tree.parent, prefix=_UNPACKING) as folder:
             try:
@@ -261,212 +214,6 @@ def _extract(tar: tarfile.TarFile, member: tarfile.TarInfo, folder: Path) -> Non
         (folder / name).chmod(0o755)
 
 
-# ---- hooks ----
-
-
-@dataclass(frozen=True)
-class Edit:
-    """One hook of ggml/edits, whose operator.toml explains the fields."""
-
-    name: str
-    file: str
-    language: str
-    anchor: list[str]
-    action: str
-    text: str = ""
-    optional: bool = False
-
-
-ACTIONS = ("before", "after", "inside", "disable")
-LAYERS = ("operator", "training", "llama")
-"""Files of hooks in ggml/edits; each layer needs those before it."""
-
-
-def edits(root: Path = ROOT) -> list[Edit]:
-    """The hooks of ggml/edits, layer by layer in their order."""
-    found = [edit for layer in LAYERS for edit in _layer(root / f"ggml/edits/{layer}.toml")]
-    for edit in found:
-        if len({other.language for other in found if other.file == edit.file}) != 1:
-            raise TreeError(
-                f"{root / 'ggml/edits'}: edit {edit.name!r}: all edits of {edit.file} must be in one language"
-            )
-    return found
-
-
-def _layer(file: Path) -> list[Edit]:
-    data = _toml(file)
-    entries = data.get("edit")
-    if set(data) != {"edit"} or not isinstance(entries, list):
-        raise TreeError(f"{file} must hold [[edit]] tables and nothing else")
-    found = [_entry(Edit, _table(entry), f"{file}: edit {number}") for number, entry in enumerate(entries, 1)]
-    for edit in found:
-        for ok, rule in (
-            (edit.language in _LANGUAGES, f"language must be one of {', '.join(_LANGUAGES)}"),
-            (edit.action in ACTIONS, f"action must be one of {', '.join(ACTIONS)}"),
-            (edit.anchor and all(step.partition(" ")[0] in KINDS for step in edit.anchor),
-             f"anchor needs steps that start with one of {', '.join(KINDS)}"),
-            (not re.search(_MARK + " [{}]", edit.text), "text must not hold the marks of a block"),
-            ("\r" not in edit.text, "text must have plain line ends"),
-        ):  # fmt: skip
-            if not ok:
-                raise TreeError(f"{file}: edit {edit.name!r}: {rule}")
-    return found
-
-
-def _normal(node: tree_sitter.Node | None) -> str:
-    return " ".join((node.text or b"").decode(errors="replace").split()) if node else ""
-
-
-def _field(name: str) -> Callable[[tree_sitter.Node], str]:
-    return lambda node: _normal(node.child_by_field_name(name))
-
-
-def _declared(node: tree_sitter.Node) -> str:
-    """Name of the function that a declaration or a definition declares, whatever macros stand before it."""
-    if node.type == "function_declarator":
-        return _normal(node.child_by_field_name("declarator"))
-    return next(
-        (name for child in node.children if child.type != "compound_statement" and (name := _declared(child))), ""
-    )
-
-
-def _variable(node: tree_sitter.Node | None) -> str:
-    """Name of the first variable that a declarator declares, "" for a function's."""
-    if node is None or node.type == "function_declarator":
-        return ""
-    return _normal(node) if node.type == "identifier" else _variable(node.child_by_field_name("declarator"))
-
-
-def _condition(node: tree_sitter.Node) -> str:
-    return _normal(node.child_by_field_name("condition")).removeprefix("(").removesuffix(")")
-
-
-def _function(node: tree_sitter.Node) -> str:
-    if node.type == "function_def":  # CMake
-        return _normal(node.children[0]).removeprefix("function(").partition(" ")[0].rstrip(")")
-    return _declared(node)
-
-
-KINDS: dict[str, tuple[tuple[str, ...], Callable[[tree_sitter.Node], str], bool]] = {
-    "function": (("function_definition", "function_def"), _function, True),
-    "declaration": (("declaration",), _declared, True),
-    "variable": (("declaration",), lambda node: _variable(node.child_by_field_name("declarator")), True),
-    "struct": (
-        ("struct_specifier",),
-        lambda node: _field("name")(node) if node.child_by_field_name("body") else "",
-        True,
-    ),
-    "enumerator": (("enumerator",), _field("name"), True),
-    "include": (("preproc_include",), lambda node: _normal(node.child_by_field_name("path")).strip('"<>'), True),
-    "switch": (("switch_statement",), _condition, True),
-    "if": (("if_statement",), _condition, True),
-    "for": (("for_statement",), _condition, True),
-    "case": (("case_statement",), lambda node: _field("value")(node) or "default", True),
-    "return": (("return_statement",), lambda node: _normal(node).removeprefix("return ").removesuffix(";"), True),
-    "statement": (("expression_statement",), _normal, False),
-    "command": (("normal_command",), _normal, False),
-}
-"""Kinds of anchors: the syntax nodes, the text of a node that an anchor names, whether it is the whole or the start."""
-
-_LANGUAGES = {"c": tree_sitter_c.language, "cpp": tree_sitter_cpp.language, "cmake": tree_sitter_cmake.language}
-
-
-@functools.cache
-def _language(name: str) -> tree_sitter.Language:
-    return tree_sitter.Language(_LANGUAGES[name]())
-
-
-@functools.cache
-def _query(language: str, kind: str) -> tree_sitter.Query:
-    known = _language(language)
-    types = [t for t in KINDS[kind][0] if known.id_for_node_kind(t, True) is not None]
-    if not types:
-        raise TreeError(f"no anchor {kind!r} in {language}; adapt ggml/edits")
-    query: tree_sitter.Query = tree_sitter.Query(known, "[" + " ".join(f"({t})" for t in types) + "] @node")
-    return query
-
-
-def _matches(language: str, node: tree_sitter.Node, step: str) -> list[tree_sitter.Node]:
-    kind, _, text = step.partition(" ")
-    _, key, whole = KINDS[kind]
-    found = tree_sitter.QueryCursor(_query(language, kind)).captures(node).get("node", [])
-    return [n for n in found if n != node and (key(n) == text if whole else key(n).startswith(text))]
-
-
-def _find(edit: Edit, node: tree_sitter.Node) -> tree_sitter.Node:
-    for i, step in enumerate(edit.anchor):
-        found = _matches(edit.language, node, step)
-        if len(found) != 1:
-            where = " in ".join([repr(s) for s in reversed(edit.anchor[:i])] + [edit.file])
-            raise TreeError(
-                f"edit {edit.name!r}: {len(found) or 'no'} anchor{'s' * (len(found) > 1)} {step!r} in {where}; this"
-                " tree differs too much from those of ggml/upstream.toml: adapt the edit's anchor in ggml/edits"
-            )
-        node = found[0]
-    return node
-
-
-def insert(data: bytes, wanted: list[Edit]) -> bytes:
-    """The bytes of one upstream file with the blocks of its edits put in; TreeError where an anchor is not found."""
-    lines = _lines(data)
-    tree = tree_sitter.Parser(_language(wanted[0].language)).parse(data.replace(b"\r\n", b"\n"))
-    blocks: list[tuple[int, str]] = []
-    for edit in wanted:
-        node = _find(edit, tree.root_node)
-        first, last = node.start_point.row, node.end_point.row - (node.end_point.column == 0)
-        before, after = (
-            lines[first][: node.start_point.column],
-            lines[last][node.end_point.column :] if node.end_point.column else b"",
-        )
-        if edit.action == "inside":
-            body = node.child_by_field_name("body")
-            brace = next((c for c in body.children if c.type == "{"), None) if body else None
-            if brace is None:
-                raise TreeError(
-                    f"edit {edit.name!r}: anchor {edit.anchor[-1]!r} in {edit.file} has no {{ }} to insert in"
-                )
-            first = last = brace.start_point.row
-            before, after = b"", lines[first][brace.end_point.column :]
-        if not (re.fullmatch(rb"\s*(\w+\s+)*", before) and re.fullmatch(rb"\s*[;,]?\s*(//.*|/\*.*\*/|#.*)?\s*", after)):
-            raise TreeError(
-                f"edit {edit.name!r}: anchor {edit.anchor[-1]!r} shares its lines in {edit.file}; break the line there"
-            )
-        text = edit.text.rstrip("\n")
-        if edit.action == "disable":
-            blocks += [(first, "\n".join([text, "#if 0"] if text else ["#if 0"])), (last + 1, "#endif")]
-        else:
-            blocks.append((first if edit.action == "before" else last + 1, text))
-    blocks.sort(key=lambda block: (block[0], block[1] != "#endif"))
-    for row, text in reversed(blocks):
-        if row > 0 and not lines[row - 1].endswith(b"\n"):
-            raise TreeError(f"{wanted[0].file} must end in a line end")
-        mark = f"{'#' if wanted[0].language == 'cmake' else '//'} {_MARK}"
-        block = f"{mark} {{\n{text}\n{mark} }}\n".encode()
-        lines.insert(row, block.replace(b"\n", b"\r\n") if lines[max(row - 1, 0)].endswith(b"\r\n") else block)
-    return b"".join(lines)
-
-
-def strip(data: bytes, file: str) -> bytes:
-    """The bytes of one file without the blocks that `insert` put in."""
-    if _MARK.encode() not in data:
-        return data
-    kept: list[bytes] = []
-    inside = False
-    for line in _lines(data):
-        mark = re.fullmatch(rb"(?://|#) " + _MARK.encode() + rb" ([{}])\r?\n?", line)
-        if mark:
-            if inside == (mark[1] == b"{"):
-                raise TreeError(
-                    f"{file}: unpaired line {line.decode().strip()!r}; restore the pair, or the file from its origin"
-                )
-            inside = not inside
-        elif not inside:
-            kept.append(line)
-    if inside:
-        raise TreeError(f"{file} ends inside a block {_MARK!r}; restore the block, or the file from its origin")
-    return b"".join(kept)
-
-
 # ---- patching ----
 
 
@@ -479,30 +226,44 @@ class Change:
     new: bytes | None
 
 
-def patch(tree: Path, root: Path = ROOT) -> list[Change]:
-    """Puts the operator of `root` into a ggml or llama.cpp tree, whatever state the tree is in; returns what changed.
+@dataclass(frozen=True)
+class Plan:
+    """What is to be done to a tree, the layers that it holds then, and why others are left out, in words."""
 
-    A run that was killed is finished by the next one, or undone by `reverse`."""
+    changes: list[Change]
+    layers: list[str]
+    left_out: dict[str, list[str]] = field(default_factory=dict)
+
+
+def patch(tree: Path, root: Path = ROOT, layer: str | None = None) -> Plan:
+    """Puts the operator of `root` into a ggml or llama.cpp tree, whatever state the tree is in; returns what was done.
+
+    The tree gets the highest layers that fit it, or those up to `layer`. TreeError where these, or the lowest, do not
+    fit. A run that was killed is finished by the next one, or undone by `reverse`."""
     with _alone(checkout(tree)):
-        return _apply(_plan(tree, root))
+        plan = _plan(tree, root, layer)
+        _apply(plan.changes)
+        return plan
 
 
-def reverse(tree: Path, root: Path = ROOT) -> list[Change]:
-    """Takes the operator out of a tree again, so that upstream's bytes are restored; returns what changed."""
+def reverse(tree: Path) -> Plan:
+    """Takes every layer out of a tree again, so that upstream's bytes are restored; returns what was done."""
     with _alone(checkout(tree)):
-        return _apply(_plan(tree, root, remove=True))
+        plan = _restoration(tree)
+        _apply(plan.changes)
+        return plan
 
 
 @contextlib.contextmanager
 def _alone(tree: Path) -> Iterator[None]:
     """Lets one process at a time into a tree, and takes away what one that was killed left behind."""
-    with _os_errors(f"cannot read {tree}"):
+    with os_errors(f"cannot read {tree}"):
         folder = os.open(tree, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(folder, fcntl.LOCK_EX)
         for part in {ggml_root(tree) / "include", ggml_root(tree) / "src", tree / "src", tree / "tests"}:
             for killed in list(part.rglob(f"{_STAGED}*")) if not part.is_symlink() else ():
-                with _os_errors(f"cannot write below {tree}"):
+                with os_errors(f"cannot write below {tree}"):
                     killed.unlink()
                 with contextlib.suppress(OSError):  # the folder holds other files
                     killed.parent.rmdir()
@@ -512,16 +273,28 @@ def _alone(tree: Path) -> Iterator[None]:
 
 
 def check(tree: Path, root: Path = ROOT) -> bool:
-    """Whether a tree holds the operator of `root` as it is now."""
-    return not _plan(tree, root)
+    """Whether a tree holds the operator of `root` as it is now, in the layers that it was patched with."""
+    held = _patched(checkout(tree))[2]
+    return bool(held) and not _plan(tree, root, held[-1]).changes
 
 
-def diff(tree: Path, root: Path = ROOT) -> str:
+def held(tree: Path) -> list[str]:
+    """The layers that a tree was patched with."""
+    return _patched(checkout(tree))[2]
+
+
+def survey(tree: Path, root: Path = ROOT) -> tuple[list[str], dict[str, list[str]]]:
+    """The layers that fit a tree, whatever was put into it, and of the others the reasons in words. TreeError."""
+    fitting, left_out, _ = _fit(checkout(tree), hooks.layers(root))
+    return fitting, left_out
+
+
+def diff(tree: Path, root: Path = ROOT, layer: str | None = None) -> str:
     """What `patch` would change, as a unified diff."""
     text = ""
-    for change in _plan(tree, root):
+    for change in _plan(tree, root, layer).changes:
         name = change.path.relative_to(checkout(tree)).as_posix()
-        old, new = (_lines(b or b"") for b in (change.old, change.new))
+        old, new = (hooks.split_lines(b or b"") for b in (change.old, change.new))
         old_name, new_name = (
             "/dev/null" if b is None else p + name for p, b in (("a/", change.old), ("b/", change.new))
         )
@@ -545,6 +318,7 @@ def ggml_root(tree: Path) -> Path:
             return folder
     raise TreeError(
         f"{tree} is no ggml or llama.cpp checkout: no include/ggml.h and src/ggml.c in it or in its ggml folder"
+        + (f"; {fork}" if (fork := _fork(tree).strip()) else "")
     )
 
 
@@ -558,7 +332,7 @@ def place(tree: Path, file: str) -> Path:
     for part in [path, *path.parents]:
         if part == tree:
             break
-        with _os_errors(f"cannot look at {part}"):
+        with os_errors(f"cannot look at {part}"):
             link = part.is_symlink()
         if link:
             raise TreeError(
@@ -568,33 +342,83 @@ def place(tree: Path, file: str) -> Path:
 
 
 def _read(path: Path) -> bytes | None:
-    with _os_errors(f"cannot read {path}"):
+    with os_errors(f"cannot read {path}"):
         return path.read_bytes() if path.exists() else None
 
 
-def _plan(tree: Path, root: Path, remove: bool = False) -> list[Change]:
-    tree = checkout(tree)
-    hooked, copied = _patched(tree)
-    content: dict[str, bytes | None] = dict.fromkeys([*copied, MANIFEST])
+def _fit(tree: Path, wanted: list[hooks.Layer]) -> tuple[list[str], dict[str, list[str]], dict[str, list[hooks.Block]]]:
+    """Those of the layers that fit, of the others the reasons in words, and the blocks of those that fit by file."""
 
-    wanted: dict[str, list[Edit]] = {file: [] for file in hooked}
-    if not remove:
-        for edit in edits(root):
-            wanted.setdefault(edit.file, []).append(edit)
-    for file in list(wanted):
+    def read(file: str) -> bytes | None:
+        data = _read(place(tree, file))
+        return None if data is None else hooks.strip(data, file)
+
+    fit = hooks.Fit(read)
+    fitting: list[str] = []
+    left_out: dict[str, list[str]] = {}
+    blocks: dict[str, list[hooks.Block]] = {}
+    for layer in wanted:
+        found, reasons = fit.layer(layer)
+        if not reasons and left_out:
+            reasons = [f"it needs the layer {next(iter(left_out))}"]
+        if reasons:
+            left_out[layer.name] = reasons
+            continue
+        fitting.append(layer.name)
+        for file, more in found.items():
+            blocks.setdefault(file, []).extend(more)
+    return fitting, left_out, blocks
+
+
+def explain(left_out: dict[str, list[str]]) -> str:
+    """Lines that say which layers do not fit and why, hook by hook."""
+    return "".join(
+        f"layer {name} does not fit:\n" + "".join(f"  {reason}\n" for reason in reasons)
+        for name, reasons in left_out.items()
+    )
+
+
+def _plan(tree: Path, root: Path, layer: str | None) -> Plan:
+    tree = checkout(tree)
+    hooked, copied, _ = _patched(tree)
+    layers = hooks.layers(root)
+    if layer is not None and layer not in hooks.LAYERS:
+        raise TreeError(f"no layer is called {layer!r}; there are {', '.join(hooks.LAYERS)}")
+    wanted = layers if layer is None else layers[: hooks.LAYERS.index(layer) + 1]
+    fitting, left_out, blocks = _fit(tree, wanted)
+    if not fitting or (layer and left_out):
+        raise TreeError(f"{tree}: {explain(left_out)}{_fork(tree)}{_HINT}")
+
+    languages = {edit.file: edit.language for of in layers for edit in of.edits}
+    content: dict[str, bytes | None] = dict.fromkeys([*copied, MANIFEST])
+    for file in {*hooked, *blocks}:
         data = _read(place(tree, file))
         if data is not None:
-            stripped = strip(data, file)
-            content[file] = insert(stripped, wanted[file]) if wanted[file] else stripped
-        elif all(edit.optional for edit in wanted[file]):
-            del wanted[file]
-        else:
-            raise TreeError(f"edit {wanted[file][0].name!r}: the tree has no {file}")
-    if not remove:
-        content |= {path: (root / "ggml" / path).read_bytes() for path in digest.sources(root)}
-        hashes = {path: hashlib.sha256(content[path] or b"").hexdigest() for path in digest.sources(root)}
-        content[MANIFEST] = ("".join(f"# {file}\n" for file in wanted) + digest.manifest(hashes)).encode()
+            stripped = hooks.strip(data, file)
+            content[file] = hooks.insert(stripped, blocks[file], file, languages[file]) if file in blocks else stripped
+    sources = [path for path in digest.sources(root) if hooks.layer_of(path, layers) in fitting]
+    content |= {path: (root / "ggml" / path).read_bytes() for path in sources}
+    hashes = {path: hashlib.sha256(content[path] or b"").hexdigest() for path in sources}
+    comments = [*(f"layer {name}" for name in fitting), *blocks]
+    content[MANIFEST] = ("".join(f"# {line}\n" for line in comments) + digest.manifest(hashes)).encode()
+    return Plan(_changes(tree, content, {*hooked, *blocks}, copied), fitting, left_out)
 
+
+def _restoration(tree: Path) -> Plan:
+    tree = checkout(tree)
+    hooked, copied, _ = _patched(tree)
+    content: dict[str, bytes | None] = dict.fromkeys([*copied, MANIFEST])
+    for file in hooked:
+        data = _read(place(tree, file))
+        if data is not None:
+            content[file] = hooks.strip(data, file)
+    return Plan(_changes(tree, content, set(hooked), copied), [])
+
+
+def _changes(
+    tree: Path, content: dict[str, bytes | None], upstream: set[str], copied: dict[str, list[str]]
+) -> list[Change]:
+    """The changes that give files their new content; refuses to lose what a user wrote in the operator's files."""
     changes = []
     for file, new in content.items():
         path = place(tree, file)
@@ -604,7 +428,7 @@ def _plan(tree: Path, root: Path, remove: bool = False) -> list[Change]:
         if (
             old is not None
             and file != MANIFEST
-            and file not in wanted
+            and file not in upstream
             and hashlib.sha256(old).hexdigest() not in copied.get(file, ())
         ):
             raise TreeError(f"{path} is not as the patch left it; move your changes elsewhere and delete it")
@@ -612,20 +436,45 @@ def _plan(tree: Path, root: Path, remove: bool = False) -> list[Change]:
     return changes
 
 
-def _patched(tree: Path) -> tuple[list[str], dict[str, list[str]]]:
-    """What a tree's manifest lists: hooked files, and the sha256 that each of the operator's files may have there."""
+_HINT = "docs/trees.md lists trees that fit; for another one adapt the anchors in ggml/edits"
+
+_FORKS = (
+    ("ik_llama.cpp", "ggml/src/iqk", "its CPU backend is not in files of its own (no ggml/src/ggml-cpu)"),
+    ("koboldcpp", "koboldcpp.py", "it builds ggml by a Makefile of its own (no ggml/CMakeLists.txt)"),
+    ("ollama", "ml/backend/ggml", "its ggml is built by Go and is cut down to inference"),
+    ("ollama's ggml", "src/ggml.go", "it is built by Go and is cut down to inference"),
+    ("llamafile", "llamafile", "its ggml is built by make for cosmopolitan, without ggml's CMake files"),
+    ("bark.cpp", "encodec.cpp", "its ggml is older than 0.9"),
+    ("rwkv.cpp", "rwkv.cpp", "its ggml is older than 0.9"),
+)
+"""Forks and programs that bring a ggml of their own: the name, what tells it, and why it is not patched."""
+
+
+def _fork(tree: Path) -> str:
+    """The fork that a tree is, and what it lacks, as a sentence; "" where it is none that is known."""
+    for name, mark, lacks in _FORKS:
+        if (tree / mark).exists():
+            return f"this is {name}: {lacks}\n"
+    return ""
+
+
+def _patched(tree: Path) -> tuple[list[str], dict[str, list[str]], list[str]]:
+    """What a tree's manifest lists: hooked files, the sha256 that each of the operator's files may have, layers."""
     path = place(tree, MANIFEST)
     hooked: list[str] = []
     copied: dict[str, list[str]] = {}
+    layers: list[str] = []
     for line in (_read(path) or b"").decode(errors="replace").splitlines():
-        entry = re.fullmatch("# (.+)|([0-9a-f]{64})  (.+)", line)
-        if not entry:
+        found = re.fullmatch("# layer (.+)|# (.+)|([0-9a-f]{64})  (.+)", line)
+        if not found:
             raise TreeError(f"{path} is damaged at {line[:80]!r}; restore the tree from its origin")
-        if entry[1]:
-            hooked.append(entry[1])
+        if found[1]:
+            layers.append(found[1])
+        elif found[2]:
+            hooked.append(found[2])
         else:
-            copied.setdefault(entry[3], []).append(entry[2])
-    return hooked, copied
+            copied.setdefault(found[4], []).append(found[3])
+    return hooked, copied, layers
 
 
 def _apply(changes: list[Change]) -> list[Change]:
@@ -651,7 +500,7 @@ def _apply(changes: list[Change]) -> list[Change]:
         Path(name).chmod(path.stat().st_mode & 0o7777 if path.exists() else 0o644)
         return Path(name)
 
-    with _os_errors("the tree was left as it was"):
+    with os_errors("the tree was left as it was"):
         done: list[Change] = []
         try:
             ready = [(step, None if step.new is None else stage(step.path, step.new)) for step in steps]
@@ -679,7 +528,7 @@ def _apply(changes: list[Change]) -> list[Change]:
     return changes
 
 
-def copy(source: Path, tree: Path, root: Path = ROOT) -> Path:
+def copy(source: Path, tree: Path, root: Path = ROOT, layer: str | None = None) -> Path:
     """A patched copy at `tree` of what a build needs of a user's tree, brought up to date; `source` is only read."""
     source = source.resolve()
     ggml = ggml_root(source)
@@ -688,7 +537,7 @@ def copy(source: Path, tree: Path, root: Path = ROOT) -> Path:
     wanted += [file for folder in {ggml, source} for pattern in ("*.txt", "*.in") for file in folder.glob(pattern)]
     wanted += (source / "tests").glob("test-backend-ops.cpp")
     wanted += [place(source, file) for file in _patched(source)[1]]
-    with lock(root), _os_errors(f"cannot copy {source} to {tree}"):
+    with lock(root), os_errors(f"cannot copy {source} to {tree}"):
         tree.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=tree.parent) as folder:
             fresh = Path(folder)
@@ -696,7 +545,8 @@ def copy(source: Path, tree: Path, root: Path = ROOT) -> Path:
                 if file.is_file():
                     (fresh / file.relative_to(source)).parent.mkdir(parents=True, exist_ok=True)
                     shutil.copyfile(file, fresh / file.relative_to(source))
-            patch(fresh)
+            plan = patch(fresh, layer=layer)
+            sys.stderr.write(explain(plan.left_out))
             _mirror(fresh, tree)
     return tree
 
@@ -716,50 +566,71 @@ def _mirror(source: Path, target: Path) -> None:
 # ---- small things ----
 
 
-def _lines(data: bytes) -> list[bytes]:
-    return re.findall(rb"[^\n]*\n|[^\n]+", data)
-
-
 def _sha256(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-@contextlib.contextmanager
-def _os_errors(what: str) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise TreeError(f"{what}: {error}") from error
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the verb `patch`."""
-    parser.add_argument("tree", type=Path, metavar="TREE", help="a ggml or llama.cpp checkout")
+    parser.add_argument("tree", type=Path, metavar="TREE", help="a checkout of ggml, or one that has it in ggml/")
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument(
-        "--check", action="store_true", help="change nothing; exit 1 unless the tree holds the current operator"
+        "--check",
+        action="store_true",
+        help="change nothing; print the layers that the tree holds and those that fit, with every hook that does not;"
+        " exit 1 unless it holds the current operator",
     )
     mode.add_argument("--reverse", action="store_true", help="take the operator out; upstream's bytes are restored")
     mode.add_argument(
         "--diff", action="store_true", help="change nothing; print what would be changed as a unified diff"
+    )
+    _add_layer(parser)
+
+
+def _add_layer(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--layer",
+        choices=hooks.LAYERS,
+        help="the highest layer, and fail unless it fits: operator (FLASH_ATTN_BACK alone), training (kernels and"
+        " ggml-opt), llama (training in llama.cpp); default: as many as fit",
     )
 
 
 def run(args: argparse.Namespace) -> int:
     """The verb `patch`: patch, check, reverse or diff one tree."""
     if args.diff:
-        sys.stdout.write(diff(args.tree))
+        sys.stdout.write(diff(args.tree, layer=args.layer))
         return 0
     if args.check:
-        current = check(args.tree)
-        print(f"{args.tree}: {'patched' if current else 'not patched with the current operator'}")
-        return 0 if current else 1
-    changes = reverse(args.tree) if args.reverse else patch(args.tree)
-    for change in changes:
+        return _check(args.tree, args.layer)
+    plan = reverse(args.tree) if args.reverse else patch(args.tree, layer=args.layer)
+    for change in plan.changes:
         verb = "added" if change.old is None else "removed" if change.new is None else "changed"
         print(f"{verb:7} {change.path}")
-    print(f"{args.tree}: {'restored' if args.reverse else 'patched'}{'' if changes else ' already'}")
+    done = "restored" if args.reverse else f"patched with {_words(plan.layers)}"
+    print(f"{args.tree}: {done}{'' if plan.changes else ' already'}")
+    sys.stdout.write(explain(plan.left_out))
     return 0
+
+
+def _words(layers: list[str]) -> str:
+    return " and ".join(filter(None, (", ".join(layers[:-1]), *layers[-1:])))
+
+
+def _check(tree: Path, layer: str | None) -> int:
+    fitting, left_out = survey(tree)
+    there = held(tree)
+    current = bool(fitting) and check(tree)
+    if current:
+        print(f"{tree}: patched with {_words(there)}")
+    else:
+        print(f"{tree}: not patched with the current operator")
+    more = [name for name in fitting if not current or name not in there]
+    if more:
+        print(f"{_words(more)} fit{'s' * (len(more) == 1)}{' as well' * current}")
+    sys.stdout.write(explain(left_out))
+    sys.stdout.write(_fork(checkout(tree)) if left_out else "")
+    return 0 if current and (layer is None or layer in there) else 1
 
 
 def _main(argv: list[str]) -> int:
@@ -772,9 +643,14 @@ def _main(argv: list[str]) -> int:
     copy_parser = verbs.add_parser("copy", help="make a patched copy of a tree")
     copy_parser.add_argument("source", type=Path)
     copy_parser.add_argument("tree", type=Path)
+    for verb in (ensure_parser, copy_parser):
+        _add_layer(verb)
     args = parser.parse_args(argv)
     try:
-        print(ensure(args.name) if args.verb == "ensure" else copy(args.source, args.tree))
+        if args.verb == "ensure":
+            print(ensure(args.name, layer=args.layer))
+        else:
+            print(copy(args.source, args.tree, layer=args.layer))
     except TreeError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code

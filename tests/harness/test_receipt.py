@@ -22,7 +22,7 @@ from pyharness.base import digest, errors
 from pyharness.case import capture_file, result
 from pyharness.check import oracle
 from pyharness.cli import cli
-from pyharness.patch import tree
+from pyharness.patch import hooks
 from pyharness.receipts import commits, differences, pages, signing, statement, verify
 
 
@@ -95,8 +95,8 @@ def test_files_are_listed_by_bytes_by_text_and_as_git_names_them(world: World) -
     assert listed["tests/data/minilm-l0.gguf"]["role"] == "data"
     assert listed["pyharness/case/reference.py"]["role"] == "measure"
     assert listed["pyharness/receipts/statement.py"]["role"] == "harness"
-    hooks = {f"ggml/edits/{layer}.toml" for layer in tree.LAYERS}
-    assert hooks | {"ggml/upstream.toml", "pyharness/receipts/schema/receipt-1.json"} <= listed.keys()
+    listed_hooks = {f"ggml/edits/{layer}.toml" for layer in hooks.LAYERS}
+    assert listed_hooks | {"ggml/upstream.toml", "pyharness/receipts/schema/receipt-1.json"} <= listed.keys()
 
 
 def test_crlf_changes_the_bytes_and_the_blob_but_not_the_text(tmp_path: Path) -> None:

@@ -33,6 +33,7 @@ from pyharness.base.digest import ROOT
 from pyharness.case import capture_file
 from pyharness.device import ggml
 from pyharness.patch import tree
+from pyharness.patch.common import TreeError
 from pyharness.receipts import signing, statement, verify
 
 CASE = "FLASH_ATTN_BACK(hsk=32,hsv=32,nh=2,nhkv=1,kv=40,nb=8)"
@@ -156,9 +157,9 @@ def test_signatures_of_killed_runs_are_whole(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("finish", [tree.patch, tree.reverse])
+@pytest.mark.parametrize("finish", [tree.patch, readers.reverse])
 def test_a_killed_patch_is_finished_or_undone(
-    finish: Callable[[Path, Path], list[tree.Change]], repository: Path, tmp_path: Path
+    finish: Callable[[Path, Path], object], repository: Path, tmp_path: Path
 ) -> None:
     target = tmp_path / "tree"
     before = readers.contents(target)
@@ -170,14 +171,14 @@ def test_a_killed_patch_is_finished_or_undone(
     actions = (
         functools.partial(tree.patch, target, repository),
         functools.partial(tree.patch, target, newer),
-        functools.partial(tree.reverse, target, newer),
+        functools.partial(tree.reverse, target),
     )
 
     def check() -> None:
         finish(target, repository)
-        if finish is tree.patch:
+        if finish != readers.reverse:
             assert tree.check(target, repository)
-        tree.reverse(target, repository)
+        tree.reverse(target)
         found = readers.contents(target)
         assert {name: data for name, data in found.items() if data is not None or name != "tests"} == before
 
@@ -300,12 +301,12 @@ def test_two_patches_of_a_tree_at_once_both_hold(repository: Path, tmp_path: Pat
     target = tmp_path / "tree"
     before = readers.contents(target)
     for _ in range(20):
-        actions = (tree.patch, tree.patch, tree.reverse)
+        actions = (tree.patch, tree.patch, readers.reverse)
         children = [started(functools.partial(action, target, repository)) for action in actions]
         assert [os.waitpid(child, 0)[1] for child in children] == [0, 0, 0]
         tree.patch(target, repository)
         assert tree.check(target, repository)
-        tree.reverse(target, repository)
+        tree.reverse(target)
         assert readers.contents(target) == before
 
 
@@ -448,7 +449,7 @@ def test_a_bad_download_is_refused_and_the_next_one_is_kept(
         monkeypatch.setenv("PIP_INDEX_URL", "http://index.invalid")
         monkeypatch.setenv("PIP_TRUSTED_HOST", "index.invalid")
     monkeypatch.setattr(Index, "fault", "cut" if fault == "proxy" else fault)
-    with pytest.raises(tree.TreeError) as error:
+    with pytest.raises(TreeError) as error:
         tree.fetch(pin, tmp_path)
     assert "Check the network" in str(error.value)
     assert str(tmp_path / "build/cache/some-tree-1.0.tar.gz") in str(error.value)

@@ -15,8 +15,9 @@ import pytest
 
 from pyharness.base import digest
 from pyharness.cli.cli import main
-from pyharness.patch import tree
-from pyharness.patch.tree import MANIFEST, Base, TreeError
+from pyharness.patch import hooks, tree
+from pyharness.patch.common import TreeError
+from pyharness.patch.tree import MANIFEST, Base
 
 Files = dict[str, bytes]
 
@@ -36,16 +37,17 @@ def pristine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 
 def make_pristine(name: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The files of a pinned tree that the patch touches, as upstream has them."""
+    """The files of a pinned tree that the patch touches or looks at, as upstream has them."""
     pin = tree.base(name)
     whole = tmp_path_factory.mktemp("whole") / "tree"
     tree.unpack(tree.fetch(pin), pin.subdir, whole)
     small = tmp_path_factory.mktemp("small") / "tree"
-    for edit in tree.edits():
-        source = tree.place(whole, edit.file)
+    forms = [form for edit in hooks.edits() for form in (edit, *edit.forms)]
+    for file in {form.file for form in forms} | {need.partition(" ")[0] for form in forms for need in form.needs}:
+        source = tree.place(whole, file)
         target = small / source.relative_to(whole)
         target.parent.mkdir(parents=True, exist_ok=True)
-        if source.exists() or not edit.optional:
+        if source.exists():
             shutil.copyfile(source, target)
     return small
 
@@ -89,20 +91,26 @@ def test_reverse_restores_every_byte(checkout: Path, pristine: Path) -> None:
     assert {p.name for p in checkout.rglob("*")} == {p.name for p in pristine.rglob("*")}  # no empty folders either
 
 
+def block_of(form: hooks.Edit) -> str:
+    """The lines of a hook in a tree, "" where it has none."""
+    if form.action == "none":
+        return ""
+    comment = "#" if form.language == "cmake" else "//"
+    lines = [*filter(None, form.text.rstrip("\n").split("\n")), *(["#if 0"] if form.action == "disable" else [])]
+    return "\n".join([f"{comment} ggml-flash-attn-back {{", *lines, f"{comment} ggml-flash-attn-back }}"])
+
+
 def test_every_edit_is_put_in_between_marks(checkout: Path) -> None:
     tree.patch(checkout)
-    for edit in tree.edits():
+    for edit in hooks.edits():
         path = tree.place(checkout, edit.file)
-        comment = "#" if edit.language == "cmake" else "//"
-        lines = [*filter(None, edit.text.rstrip("\n").split("\n")), *(["#if 0"] if edit.action == "disable" else [])]
-        block = "\n".join([f"{comment} ggml-flash-attn-back {{", *lines, f"{comment} ggml-flash-attn-back }}"])
         assert path.exists() or edit.optional
-        assert not path.exists() or block in path.read_text()
+        assert not path.exists() or any(block_of(form) in path.read_text() for form in (edit, *edit.forms))
 
 
 def test_hopper_gets_the_code_that_its_path_needs(tmp_path: Path) -> None:
     """What CMake finds on a Hopper machine, what a user may ask for, and architectures that stay."""
-    hook = next(edit for edit in tree.edits() if edit.name == "CMake code for Hopper")
+    hook = next(edit for edit in hooks.edits() if edit.name == "CMake code for Hopper")
     script = tmp_path / "architectures.cmake"
     script.write_text(
         'set(CMAKE_CUDA_ARCHITECTURES "80-virtual;90;90a-real;100")\n'
@@ -130,9 +138,9 @@ def test_manifest_is_what_the_digest_is_of(ggml: Path) -> None:
 
 
 def test_patching_twice_changes_nothing(ggml: Path) -> None:
-    assert tree.patch(ggml)
+    assert tree.patch(ggml).changes
     after = files(ggml)
-    assert tree.patch(ggml) == []
+    assert tree.patch(ggml).changes == []
     assert files(ggml) == after
 
 

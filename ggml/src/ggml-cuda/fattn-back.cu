@@ -29,9 +29,13 @@ struct fattn_back_path {
 // in order of preference; the last one takes whatever the operator does, so that its refusal is the operator's
 static constexpr fattn_back_path fattn_back_paths[] = {
 #ifdef FATTN_BACK_TENSOR_CORES
+#ifndef FATTN_BACK_NO_HOPPER // see GGML_CUDA_FATTN_BACK_PATHS
     { "hopper", ggml_cuda_flash_attn_back_hopper_refusal, ggml_cuda_flash_attn_back_hopper_plan,
         ggml_cuda_flash_attn_back_hopper_forward_refusal },
+#endif
+#ifndef FATTN_BACK_NO_MMA
     { "mma", ggml_cuda_flash_attn_back_mma_refusal, ggml_cuda_flash_attn_back_mma_plan, ggml_cuda_flash_attn_back_mma_forward_refusal },
+#endif
 #endif // FATTN_BACK_TENSOR_CORES
     { "rows", ggml_cuda_flash_attn_back_rows_refusal, ggml_cuda_flash_attn_back_rows_plan, nullptr },
 };
