@@ -10,6 +10,7 @@ foreach (line IN LISTS lines)
 endforeach()
 set(LLAMA_VERSION_BASE ${LLAMA_VERSION_MAJOR}.${LLAMA_VERSION_MINOR}.${LLAMA_VERSION_PATCH})
 set(LLAMA_VERSION      ${LLAMA_VERSION_BASE})
+set(LLAMA_INSTALL_VERSION 0.0.0) # of older trees, which have no other
 get_filename_component(LLAMA_BUILD_COMMIT ${tree} NAME)
 add_subdirectory(${tree}/src llama EXCLUDE_FROM_ALL)
 

@@ -210,23 +210,6 @@ def _query(language: str, kind: str) -> tree_sitter.Query:
     return query
 
 
-def _matches(language: str, node: tree_sitter.Node, step: str) -> list[tree_sitter.Node]:
-    kind, _, text = step.partition(" ")
-    _, key, whole = KINDS[kind]
-    found = tree_sitter.QueryCursor(_query(language, kind)).captures(node).get("node", [])
-    return [n for n in found if n != node and (key(n) == text if whole else key(n).startswith(text))]
-
-
-def _find(edit: Edit, node: tree_sitter.Node) -> tree_sitter.Node:
-    for i, step in enumerate(edit.anchor):
-        found = _matches(edit.language, node, step)
-        if len(found) != 1:
-            where = " in ".join([repr(s) for s in reversed(edit.anchor[:i])] + [edit.file])
-            raise Misfit(f"{len(found) or 'no'} anchor{'s' * (len(found) > 1)} {step!r} in {where}")
-        node = found[0]
-    return node
-
-
 # ---- hooks in a tree ----
 
 
@@ -235,11 +218,33 @@ class Source:
 
     def __init__(self, data: bytes, language: str) -> None:
         self.lines = split_lines(data)
+        self.language = language
         self.tree = tree_sitter.Parser(_language(language)).parse(data.replace(b"\r\n", b"\n"))
+        self.nodes: dict[tuple[int, str], list[tree_sitter.Node]] = {}
+
+    def matches(self, node: tree_sitter.Node, step: str) -> list[tree_sitter.Node]:
+        """The nodes inside one that a step of an anchor names."""
+        kind, _, text = step.partition(" ")
+        _, key, whole = KINDS[kind]
+        if (node.id, kind) not in self.nodes:
+            found = tree_sitter.QueryCursor(_query(self.language, kind)).captures(node).get("node", [])
+            self.nodes[node.id, kind] = [n for n in found if n != node]
+        return [n for n in self.nodes[node.id, kind] if (key(n) == text if whole else key(n).startswith(text))]
+
+    def find(self, edit: Edit) -> tree_sitter.Node:
+        """The anchor of an edit. Misfit."""
+        node = self.tree.root_node
+        for i, step in enumerate(edit.anchor):
+            found = self.matches(node, step)
+            if len(found) != 1:
+                where = " in ".join([repr(s) for s in reversed(edit.anchor[:i])] + [edit.file])
+                raise Misfit(f"{len(found) or 'no'} anchor{'s' * (len(found) > 1)} {step!r} in {where}")
+            node = found[0]
+        return node
 
     def blocks(self, edit: Edit) -> list[Block]:
         """Where the edit's text goes. Misfit."""
-        node = _find(edit, self.tree.root_node)
+        node = self.find(edit)
         first, last = node.start_point.row, node.end_point.row - (node.end_point.column == 0)
         before, after = (
             self.lines[first][: node.start_point.column],

@@ -56,7 +56,7 @@ class Base:
     sha256: str
     subdir: str
     backend: str
-    ggml: str
+    ggml: str = ""
 
     @property
     def folder(self) -> str:
@@ -144,6 +144,8 @@ def fetch(pin: Base, root: Path = ROOT) -> Path:
             (work / "requirements.txt").write_text(f"{requirement} --hash=sha256:{pin.sha256}\n")
             module = work / "backend" / (pin.backend.replace(".", "/") + ".py")
             module.parent.mkdir(parents=True)
+            for package in module.parents[: len(pin.backend.split(".")) - 1]:
+                (package / "__init__.py").touch()  # before an installed package of the name
             module.write_text(_BACKEND)
             command = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "--no-deps"]
             command += ["--no-binary", ":all:", "--no-build-isolation", "--require-hashes"]

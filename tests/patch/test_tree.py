@@ -191,10 +191,11 @@ def test_crlf_trees_keep_their_line_ends(checkout: Path) -> None:
         if path.is_file():
             path.write_bytes(path.read_bytes().replace(b"\n", b"\r\n"))
     before = files(checkout)
-    tree.patch(checkout)
-    for name in before:
-        data = (checkout / name).read_bytes()
-        assert data != before[name]
+    plan = tree.patch(checkout)
+    changed = [change for change in plan.changes if change.old is not None]
+    assert changed
+    for change in changed:
+        data = change.path.read_bytes()
         assert data.count(b"\n") == data.count(b"\r\n")
     tree.reverse(checkout)
     assert files(checkout) == before
@@ -242,6 +243,81 @@ def test_a_patched_copy_follows_the_user_s_tree(ggml: Path, tmp_path: Path) -> N
     tree.copy(ggml, copy, root=tmp_path)
     assert b"#include <assert.h> // mine" in ggml_c.read_bytes()
     assert header.stat().st_mtime_ns == untouched  # so that nothing else is compiled again
+
+
+# ---- layers ----
+
+
+def test_a_layer_that_does_not_fit_is_left_out_with_its_files(ggml: Path) -> None:
+    rewrite(tree.ggml_root(ggml) / "src/ggml-opt.cpp", b"ggml_opt_build(", b"ggml_opt_make(")
+    before = files(ggml)
+    plan = tree.patch(ggml)
+    assert plan.layers == ["operator"]
+    assert [len(reasons) for reasons in plan.left_out.values()] == [5, 1]  # every hook, not the first
+    assert "edit 'ggml-opt.cpp loss of ids': no anchor 'function ggml_opt_build'" in tree.explain(plan.left_out)
+    assert "layer llama does not fit:\n  it needs the layer training\n" in tree.explain(plan.left_out)
+    assert not list(ggml.rglob("*train*"))
+    assert tree.held(ggml) == ["operator"]
+    assert tree.check(ggml)
+    tree.reverse(ggml)
+    assert files(ggml) == before
+
+
+def test_a_layer_that_is_asked_for_fits_or_fails(ggml: Path) -> None:
+    rewrite(tree.ggml_root(ggml) / "src/ggml-opt.cpp", b"ggml_opt_build(", b"ggml_opt_make(")
+    before = files(ggml)
+    with pytest.raises(TreeError, match=r"layer training does not fit:\n  edit "):
+        tree.patch(ggml, layer="training")
+    assert files(ggml) == before
+    assert tree.patch(ggml, layer="operator").left_out == {}
+
+
+def test_layers_are_put_in_and_taken_out(ggml: Path) -> None:
+    tree.patch(ggml)
+    whole = files(ggml)
+    assert tree.patch(ggml, layer="operator").layers == ["operator"]
+    assert tree.check(ggml)
+    assert not list(ggml.rglob("*train*"))
+    assert b"ggml-opt-keep.h" not in (tree.ggml_root(ggml) / "src/ggml-opt.cpp").read_bytes()
+    tree.patch(ggml)
+    assert files(ggml) == whole
+
+
+def test_what_a_hook_needs_is_looked_for_before_anything_is_written(ggml: Path) -> None:
+    common = tree.ggml_root(ggml) / "src/ggml-cuda/common.cuh"
+    rewrite(common, b"warmup_complete", b"warmed_up")
+    refused(ggml, "'ggml-cuda.cu out of memory'", "no 'warmup_complete' in src/ggml-cuda/common.cuh", "(ggml 0.9.5)")
+
+
+def test_a_fork_is_named_with_what_it_lacks(ggml: Path) -> None:
+    rewrite(tree.ggml_root(ggml) / "src/ggml.c", b"ggml_compute_backward(", b"ggml_differentiate(")
+    (ggml / "koboldcpp.py").touch()
+    refused(ggml, "this is koboldcpp: it builds ggml by a Makefile", "docs/trees.md")
+    shutil.rmtree(tree.ggml_root(ggml) / "src")
+    refused(ggml, "no ggml or llama.cpp checkout", "this is koboldcpp")
+
+
+def test_check_lists_layers_and_every_hook_that_does_not_fit(ggml: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rewrite(tree.ggml_root(ggml) / "src/ggml-opt.cpp", b"ggml_opt_build(", b"ggml_opt_make(")
+    assert main(["patch", str(ggml), "--check"]) == 1
+    said = capsys.readouterr().out
+    assert "not patched with the current operator\noperator fits\nlayer training does not fit:\n" in said
+    assert said.count("  edit ") == 5
+    assert main(["patch", str(ggml)]) == 0
+    assert f"{ggml}: patched with operator\nlayer training does not fit:\n" in capsys.readouterr().out
+    assert main(["patch", str(ggml), "--check"]) == 0
+    assert f"{ggml}: patched with operator\nlayer training does not fit:\n" in capsys.readouterr().out
+    assert main(["patch", str(ggml), "--check", "--layer", "training"]) == 1
+
+
+@pytest.mark.parametrize("layer", ["training", "llama"])
+def test_a_layer_has_files_that_only_it_needs(layer: str) -> None:
+    known = hooks.layers()
+    of_layer = [path for path in digest.sources() if hooks.layer_of(path, known) == layer]
+    assert of_layer
+    for path in (path for path in digest.sources() if hooks.layer_of(path, known) == "operator"):
+        text = (digest.ROOT / "ggml" / path).read_text()
+        assert not [name for name in map(os.path.basename, of_layer) if f'"{name}"' in text], path
 
 
 # ---- refusals ----
