@@ -72,9 +72,10 @@ def _digests(folder: Path) -> dict[str, str]:
     return {str(file.relative_to(folder)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
 
 
-def row(pin: tree.Base, folder: Path, plan: tree.Plan) -> Row:
-    """What the patch made of a tree."""
-    return Row(pin.folder, version(folder), plan.layers, plan.left_out, (folder / "src/llama-context.cpp").exists())
+def row(pin: tree.Base, folder: Path) -> Row:
+    """What the patch makes of a tree. TreeError."""
+    fitting, left_out = tree.survey(folder)
+    return Row(pin.folder, version(folder), fitting, left_out, (folder / "src/llama-context.cpp").exists())
 
 
 def version(folder: Path) -> str:
@@ -189,13 +190,16 @@ def main(argv: list[str]) -> int:
             print(f"{missing}: CUDA files are not compiled", file=sys.stderr)
     rows, failed = [], False
     for pin in pins:
+        said = []
         with unpacked(pin) as folder:
-            plan = tree.patch(folder)
-            rows.append(row(pin, folder, plan))
-            said = compile_(folder, plan, nvcc) if args.compile else []
+            found = row(pin, folder)
+            if found.layers:
+                plan = tree.patch(folder)
+                said = compile_(folder, plan, nvcc) if args.compile else []
+        rows.append(found)
         failed |= bool(said)
-        print(f"{pin.folder}: ggml {rows[-1].ggml}, {', '.join(plan.layers)}{'' if said else ' ok'}", flush=True)
-        sys.stdout.write(tree.explain(plan.left_out) + "".join(said))
+        print(f"{pin.folder}: ggml {found.ggml}: {', '.join(found.layers) or 'no layer'}: {'FAILED' if said else 'ok'}")
+        print(tree.explain(found.left_out) + "".join(said), end="", flush=True)
     if args.write:
         write(markdown(rows))
     return int(failed)

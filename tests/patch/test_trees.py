@@ -40,7 +40,7 @@ def test_a_tree_gets_its_layers_and_compiles(unpatched: tuple[tree.Base, Path]) 
     plan = tree.patch(folder)
     assert plan.layers == ["operator", "training", "llama"]
     assert trees.compile_(folder, plan, nvcc) == []
-    line = trees.markdown([trees.row(pin, folder, plan)]).splitlines()[-1]
+    line = trees.markdown([trees.row(pin, folder)]).splitlines()[-1]
     assert line in trees.TABLE.read_text().splitlines()
     assert tree.check(folder)
 
