@@ -112,8 +112,11 @@ _DEFINES = ["-D_GNU_SOURCE", "-DGGML_USE_CPU", *(f'-DGGML_{name}=""' for name in
 
 
 def _read(path: Path, flags: list[str]) -> str:
-    compiler = [os.environ.get("CC", "cc"), "-std=c11"] if path.suffix == ".c" else ["c++", "-std=c++17"]
-    compiler += ["-fsyntax-only", "-w", *(["-Werror=implicit-function-declaration"] if path.suffix == ".c" else [])]
+    implicit = "-Werror=implicit-function-declaration"  # a function that another version of ggml has
+    compiler = (
+        [os.environ.get("CC", "cc"), "-std=c11", implicit] if path.suffix == ".c" else ["c++", "-std=c++17", "-w"]
+    )
+    compiler += ["-fsyntax-only"]
     done = subprocess.run([*compiler, *_DEFINES, *flags, str(path)], capture_output=True, text=True)
     return _errors(path, done)
 
