@@ -16,7 +16,10 @@ from pyharness.patch import tree
 from pyharness.perf import ptxas
 
 OLDEST = "stable-diffusion-cpp-python-0.4.3"
-ARCHIVES = (OLDEST, "llama-cpp-python-0.3.30", "xllamacpp-2026.10.11549")
+ARCHIVES = [
+    pytest.param(name, marks=pytest.mark.xdist_group(name))  # one worker for a tree
+    for name in (OLDEST, "llama-cpp-python-0.3.30", "xllamacpp-2026.10.11549")
+]
 
 
 @pytest.fixture(scope="module", params=ARCHIVES)
@@ -47,7 +50,7 @@ def test_a_tree_gets_its_layers_and_compiles(unpatched: tuple[tree.Base, Path]) 
 
 @pytest.mark.slow
 @pytest.mark.network
-@pytest.mark.parametrize("unpatched", [OLDEST], indirect=True)
+@pytest.mark.parametrize("unpatched", ARCHIVES[:1], indirect=True)
 def test_the_operator_runs_in_the_oldest_tree(unpatched: tuple[tree.Base, Path]) -> None:
     folder = ROOT / "build/oldest"
     options = [f"-DGGML_UPSTREAM_DIR={unpatched[1]}", "-DFLASH_ATTN_BACK_LAYER=operator"]
