@@ -9,9 +9,8 @@
 
 #define TRAIN_BF16_THREADS 256
 
-struct train_bf16x4 {
-    nv_bfloat162 lo;
-    nv_bfloat162 hi;
+struct alignas(8) train_bf16x4 {
+    nv_bfloat16 x[4];
 };
 
 // Owns four numbers, or what is left of them. Grid: blocks of TRAIN_BF16_THREADS.
@@ -20,7 +19,7 @@ train_round_to_bf16(const float * __restrict__ x, nv_bfloat16 * __restrict__ y, 
     const int64_t i = 4 * ((int64_t) blockIdx.x * TRAIN_BF16_THREADS + threadIdx.x);
     if (i + 4 <= n && (uintptr_t) x % sizeof(float4) == 0) {
         const float4 v            = *(const float4 *) (x + i);
-        *(train_bf16x4 *) (y + i) = { __floats2bfloat162_rn(v.x, v.y), __floats2bfloat162_rn(v.z, v.w) };
+        *(train_bf16x4 *) (y + i) = { __float2bfloat16(v.x), __float2bfloat16(v.y), __float2bfloat16(v.z), __float2bfloat16(v.w) };
         return;
     }
     for (int64_t j = i; j < n && j < i + 4; ++j) {
