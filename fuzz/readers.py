@@ -360,6 +360,7 @@ EDITS = {
     "edits/operator.toml": HOOKS.encode(),
     "edits/training.toml": b"edit = []\n",
     "edits/llama.toml": b"edit = []\n",
+    "edits/devices.toml": b"edit = []\n",
 }
 
 

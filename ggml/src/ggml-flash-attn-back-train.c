@@ -6,8 +6,12 @@ static const char * refusal(ggml_backend_dev_t dev, const struct ggml_tensor * b
     if (ggml_backend_dev_supports_op(dev, back)) {
         return NULL;
     }
+    ggml_backend_reg_t reg = ggml_backend_dev_backend_reg(dev);
+    if (!reg) { // the meta backend's
+        return "the devices that share these tensors do not run FLASH_ATTN_BACK on their heads of them";
+    }
     ggml_backend_flash_attn_back_refusal_t ask; // from an object's pointer, which ISO C does not convert to a function's
-    *(void **) &ask     = ggml_backend_reg_get_proc_address(ggml_backend_dev_backend_reg(dev), "ggml_backend_flash_attn_back_refusal");
+    *(void **) &ask     = ggml_backend_reg_get_proc_address(reg, "ggml_backend_flash_attn_back_refusal");
     const char * reason = ask ? ask(dev, back) : "the backend has no FLASH_ATTN_BACK";
     return reason ? reason : "the device does not run FLASH_ATTN_BACK on these tensors";
 }

@@ -51,6 +51,11 @@ if (NOT "rows" IN_LIST GGML_CUDA_FATTN_BACK_PATHS)
     message(FATAL_ERROR "GGML_CUDA_FATTN_BACK_PATHS lacks rows, which takes what the other paths do not")
 endif()
 
+if (TARGET ggml-rpc)
+    add_dependencies(ggml-rpc ggml-flash-attn-back-source)
+    set_source_files_properties(ggml-rpc/ggml-rpc.cpp TARGET_DIRECTORY ggml-rpc PROPERTIES INCLUDE_DIRECTORIES ${include_dir})
+endif()
+
 # the HIP and MUSA backends compile the files of the CUDA backend
 foreach (target ggml-cuda ggml-hip ggml-musa)
     if (TARGET ${target})

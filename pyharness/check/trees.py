@@ -153,7 +153,8 @@ def _errors(path: Path, done: subprocess.CompletedProcess[str]) -> str:
 
 def markdown(rows: Iterable[Row]) -> str:
     """The table, trees by the version of their ggml."""
-    lines = ["| archive | ggml | operator | training | llama | hooks that do not fit |", "|---|---|---|---|---|---|"]
+    columns = ["archive", "ggml", *hooks.LAYERS, "hooks that do not fit"]
+    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for found in sorted(rows, key=lambda row: (_order(row.ggml), row.name)):
         cells = [
             "-" if layer == "llama" and not found.llama else "yes" if layer in found.layers else "no"

@@ -61,7 +61,7 @@ class Misfit(TreeError):
 
 
 ACTIONS = ("before", "after", "inside", "disable", "none")
-LAYERS = ("operator", "training", "llama")
+LAYERS = ("operator", "training", "llama", "devices")
 """Files of hooks in ggml/edits; each layer needs those before it."""
 
 Read = Callable[[str], bytes | None]

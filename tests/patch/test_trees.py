@@ -41,7 +41,7 @@ def test_a_tree_gets_its_layers_and_compiles(unpatched: tuple[tree.Base, Path]) 
         except errors.Environment:
             assert not build.VENV.exists()
     plan = tree.patch(folder)
-    assert plan.layers == ["operator", "training", "llama"]
+    assert plan.layers[:3] == ["operator", "training", "llama"]
     assert trees.compile_(folder, plan, nvcc) == []
     line = trees.markdown([trees.row(pin, folder)]).splitlines()[-1]
     assert line in trees.TABLE.read_text().splitlines()

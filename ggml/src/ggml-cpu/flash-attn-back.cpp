@@ -912,7 +912,8 @@ const char * source(void) {
 } // namespace
 
 size_t ggml_cpu_flash_attn_back_work_size(const ggml_tensor * dst, int n_tasks) {
-    return make_plan(dst, n_tasks).size;
+    // a device that has none of the heads plans for the node all the same, and does not compute it
+    return dst->src[GGML_FLASH_ATTN_BACK_SRC_K]->ne[2] > 0 ? make_plan(dst, n_tasks).size : 0;
 }
 
 void ggml_compute_forward_flash_attn_back(const ggml_compute_params * params, ggml_tensor * dst) {
