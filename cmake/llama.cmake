@@ -17,3 +17,8 @@ add_subdirectory(${tree}/src llama EXCLUDE_FROM_ALL)
 add_executable(flash-attn-train EXCLUDE_FROM_ALL examples/train/flash-attn-train.cpp)
 target_include_directories(flash-attn-train PRIVATE ${tree}/src)
 target_link_libraries(flash-attn-train PRIVATE llama)
+
+if (GGML_RPC)
+    add_executable(ggml-rpc-server EXCLUDE_FROM_ALL ${tree}/tools/rpc/rpc-server.cpp)
+    target_link_libraries(ggml-rpc-server PRIVATE ggml)
+endif()

@@ -5,11 +5,16 @@
 //   node        a node of the first step's graph that belongs to an attention: its layer, its backend, the layer's device,
 //               and the operator's kernel path that runs it; none runs a forward that is ggml's own
 //   ops         how many nodes of an op run on a backend in the first step
+//   layers      where the layers of a device lie: its name, what the backend says of it, the layers, whether the output is there
+//   state       bytes of the optimizer's state that a buffer type holds, with --nodes 1
 //   memory      bytes of each buffer type after the first step, of a device over the run, and of this process at its peak
 //   perplexity  of the model on the text
 //
 // The text is cut into windows of n_ctx tokens, the last one padded with end-of-text tokens, which do not count in the loss; neither do the
 // first --prompt tokens of a window. Steps go through the windows in turn.
+//
+// --device takes names separated by commas, in whose order layers lie; --rpc HOST:PORT,... makes devices RPC0, RPC1, ... of ggml's RPC servers.
+// A failure is a line on stderr that starts with error: and exit code 2; a file that was to be written is whole or not there.
 
 #include "llama-context.h"
 #include "llama-ext.h"
@@ -38,15 +43,42 @@
     exit(2);
 }
 
+// what ggml ends a program with, from whatever thread: a failed assertion, an RPC server that is gone
+static void end(const char * message) {
+    fprintf(stderr, "error: %s\n", message);
+    fflush(stderr);
+    _Exit(2);
+}
+
+static std::vector<std::string> split(const std::string & list) {
+    std::vector<std::string> items;
+    std::stringstream stream(list);
+    for (std::string item; std::getline(stream, item, ',');) {
+        items.push_back(item);
+    }
+    return items;
+}
+
+// a file that takes its name when it is whole
+static void rename_whole(const std::string & part, const std::string & path) {
+    if (rename(part.c_str(), path.c_str()) != 0) {
+        fail("cannot write " + path);
+    }
+}
+
 struct options {
     std::string model;
     std::string text;
     std::string save;
     std::string grads;
+    std::string momenta; // of AdamW, after the step of the gradients
     std::string capture;
-    std::string device;              // "" = all, "none" = CPU only, or a device's name
-    std::string optimizer = "adamw"; // or sgd
-    std::string fa        = "on";    // off, on, auto
+    std::string device;                 // "" = all, "none" = CPU only, or names of devices
+    std::string rpc;                    // HOST:PORT of RPC servers
+    std::string split_mode = "layer";   // none, layer, row, tensor
+    std::string tensor_split;           // share of each device
+    std::string optimizer = "adamw";   // or sgd
+    std::string fa        = "on";      // off, on, auto
     std::string type_k    = "f32";
     std::string type_v    = "f32";
     std::string recompute; // what the backward pass forms again: elementwise or layers, see ggml-opt-memory.h
@@ -69,6 +101,8 @@ struct options {
     int perplexity    = 0;
     int kv_offload    = 1;
     int kv_unified    = 1;
+    int embd_offload  = 1; // tokens are looked up on the first device
+    int rpc_timeout   = 600; // seconds that an RPC server may take to answer
 
     double lr      = 1e-3;
     int64_t memory = 0; // bytes that a GPU is to have free, 0 = what it has
@@ -79,8 +113,12 @@ struct options {
             { "--text", &text },
             { "--save", &save },
             { "--grads", &grads },
+            { "--momenta", &momenta },
             { "--capture", &capture },
             { "--device", &device },
+            { "--rpc", &rpc },
+            { "--split-mode", &split_mode },
+            { "--tensor-split", &tensor_split },
             { "--optimizer", &optimizer },
             { "--fa", &fa },
             { "--type-k", &type_k },
@@ -106,6 +144,8 @@ struct options {
             { "--perplexity", &perplexity },
             { "--kv-offload", &kv_offload },
             { "--kv-unified", &kv_unified },
+            { "--embd-offload", &embd_offload },
+            { "--rpc-timeout", &rpc_timeout },
         };
         for (int i = 1; i + 1 < argc; i += 2) {
             const std::string key   = argv[i];
@@ -205,9 +245,10 @@ public:
     }
 
     void write(const std::string & path) {
-        if (!gguf_write_to_file(file, path.c_str(), /*only_meta =*/false)) {
+        if (!gguf_write_to_file(file, (path + ".part").c_str(), /*only_meta =*/false)) {
             fail("cannot write " + path);
         }
+        rename_whole(path + ".part", path);
     }
 
 private:
@@ -223,11 +264,13 @@ struct observer {
     int step            = 0;
     float loss          = NAN; // of the step before
     gguf_file grads;
+    gguf_file momenta;
     std::map<std::pair<std::string, std::string>, int> ops;
+    std::map<std::string, size_t> state; // bytes by buffer type
 
     bool wants(const ggml_tensor * node) const {
         if (node->op == GGML_OP_OPT_STEP_ADAMW || node->op == GGML_OP_OPT_STEP_SGD) {
-            return step == opt.grads_step && !opt.grads.empty();
+            return step == opt.grads_step && (!opt.grads.empty() || !opt.momenta.empty());
         }
         return node->op == GGML_OP_FLASH_ATTN_BACK && step == opt.capture_step && !opt.capture.empty() &&
             layer_of(node->src[0]) == opt.capture_layer;
@@ -246,6 +289,9 @@ struct observer {
         ggml_backend_dev_t dev = backend ? ggml_backend_get_device(backend) : nullptr;
         const std::string name = dev ? ggml_backend_dev_name(dev) : "none";
         ops[{ ggml_op_desc(node), name }]++;
+        if (node->op == GGML_OP_OPT_STEP_ADAMW) {
+            state[ggml_backend_buffer_name(node->src[2]->buffer)] += ggml_nbytes(node->src[2]) + ggml_nbytes(node->src[3]);
+        }
         if (node->op == GGML_OP_FLASH_ATTN_EXT || node->op == GGML_OP_FLASH_ATTN_BACK) {
             const int layer     = layer_of(node->src[0]);
             const char * device = layer < 0 ? "" : ggml_backend_dev_name(ctx->get_model().dev_layer(layer));
@@ -287,8 +333,14 @@ struct observer {
         }
         if (node->op == GGML_OP_FLASH_ATTN_BACK) {
             self.capture(node);
-        } else {
+            return true;
+        }
+        if (!self.opt.grads.empty()) {
             self.grads.add(node->src[0]->name, node->src[1]);
+        }
+        if (!self.opt.momenta.empty() && node->op == GGML_OP_OPT_STEP_ADAMW) {
+            self.momenta.add(std::string("m.") + node->src[0]->name, node->src[2]);
+            self.momenta.add(std::string("v.") + node->src[0]->name, node->src[3]);
         }
         return true;
     }
@@ -329,6 +381,25 @@ static void say_memory(llama_context * ctx, const std::map<ggml_backend_dev_t, s
     printf("{\"event\": \"memory\", \"process\": %" PRId64 "}\n", int64_t(usage.ru_maxrss) * 1024);
 }
 
+static void say_layers(const llama_model * model) {
+    std::vector<ggml_backend_dev_t> devices;
+    std::map<ggml_backend_dev_t, std::string> layers;
+    for (int i = 0; i < llama_model_n_layer(model); ++i) {
+        ggml_backend_dev_t dev = model->dev_layer(i);
+        if (!layers.count(dev)) {
+            devices.push_back(dev);
+        }
+        layers[dev] += (layers[dev].empty() ? "" : ", ") + std::to_string(i);
+    }
+    if (!layers.count(model->dev_output())) {
+        devices.push_back(model->dev_output());
+    }
+    for (ggml_backend_dev_t dev : devices) {
+        printf("{\"event\": \"layers\", \"device\": \"%s\", \"description\": \"%s\", \"layers\": [%s], \"output\": %s}\n",
+            ggml_backend_dev_name(dev), ggml_backend_dev_description(dev), layers[dev].c_str(), dev == model->dev_output() ? "true" : "false");
+    }
+}
+
 static void train(llama_context * ctx, llama_model * model, const options & opt, const std::vector<llama_token> & tokens, observer & seen,
     const std::map<ggml_backend_dev_t, size_t> & before) {
     ggml_opt_optimizer_params rates = ggml_opt_get_default_optimizer_params(nullptr);
@@ -340,7 +411,12 @@ static void train(llama_context * ctx, llama_model * model, const options & opt,
         /*.get_opt_pars_ud =*/&rates,
         /*.optimizer_type  =*/opt.optimizer == "sgd" ? GGML_OPT_OPTIMIZER_TYPE_SGD : GGML_OPT_OPTIMIZER_TYPE_ADAMW,
     };
-    llama_opt_init(ctx, model, params);
+    try {
+        llama_opt_init(ctx, model, params);
+    } catch (const std::exception & error) {
+        fail(error.what());
+    }
+    say_layers(model);
 
     const int64_t n_ctx     = llama_n_ctx(ctx);
     const int64_t n_windows = (int64_t(tokens.size()) - 1 + n_ctx - 1) / n_ctx;
@@ -368,7 +444,7 @@ static void train(llama_context * ctx, llama_model * model, const options & opt,
         rates.adamw.alpha = rates.sgd.alpha = opt.lr * std::min(1.0, double(step) / std::max(opt.warmup, 1));
 
         seen.step        = step;
-        const bool watch = (step == 1 && opt.nodes) || (step == opt.grads_step && !opt.grads.empty()) ||
+        const bool watch = (step == 1 && opt.nodes) || (step == opt.grads_step && (!opt.grads.empty() || !opt.momenta.empty())) ||
             (step == opt.capture_step && !opt.capture.empty());
         ggml_backend_sched_set_eval_callback(ctx->get_sched(), watch ? observer::callback : nullptr, &seen);
 
@@ -394,6 +470,9 @@ static void train(llama_context * ctx, llama_model * model, const options & opt,
             for (const auto & [where, n] : seen.ops) {
                 printf("{\"event\": \"ops\", \"op\": \"%s\", \"backend\": \"%s\", \"nodes\": %d}\n", where.first.c_str(), where.second.c_str(), n);
             }
+            for (const auto & [buffer, bytes] : seen.state) {
+                printf("{\"event\": \"state\", \"buffer\": \"%s\", \"bytes\": %zu}\n", buffer.c_str(), bytes);
+            }
         }
     }
     say_memory(ctx, before, least);
@@ -403,8 +482,12 @@ static void train(llama_context * ctx, llama_model * model, const options & opt,
     if (!opt.grads.empty()) {
         seen.grads.write(opt.grads);
     }
+    if (!opt.momenta.empty()) {
+        seen.momenta.write(opt.momenta);
+    }
     if (!opt.save.empty()) {
-        llama_model_save_to_file(model, opt.save.c_str());
+        llama_model_save_to_file(model, (opt.save + ".part").c_str());
+        rename_whole(opt.save + ".part", opt.save);
     }
 }
 
@@ -451,7 +534,60 @@ static void log_problems(ggml_log_level level, const char * text, void *) {
     }
 }
 
+// makes devices of RPC servers
+static void add_servers(const options & opt) {
+    const std::vector<std::string> servers = split(opt.rpc);
+    ggml_backend_reg_t rpc                 = servers.empty() ? nullptr : ggml_backend_reg_by_name("RPC");
+    if (!servers.empty() && !rpc) {
+        fail("these libraries have no RPC backend; build them with GGML_RPC=ON");
+    }
+    setenv("GGML_RPC_TIMEOUT", std::to_string(opt.rpc_timeout).c_str(), /*overwrite =*/0);
+    for (const std::string & server : servers) {
+        using add_server       = ggml_backend_reg_t (*)(const char * endpoint);
+        ggml_backend_reg_t reg = ((add_server) ggml_backend_reg_get_proc_address(rpc, "ggml_backend_rpc_add_server"))(server.c_str());
+        if (!reg) {
+            fail("the RPC server " + server + " has no devices");
+        }
+        ggml_backend_register(reg);
+    }
+}
+
+// the devices that --device names, in its order
+static std::vector<ggml_backend_dev_t> choose(const options & opt) {
+    std::vector<ggml_backend_dev_t> devices;
+    if (opt.device.empty()) {
+        for (size_t i = 0; i < ggml_backend_dev_count(); ++i) {
+            if (ggml_backend_dev_type(ggml_backend_dev_get(i)) == GGML_BACKEND_DEVICE_TYPE_GPU) {
+                devices.push_back(ggml_backend_dev_get(i));
+            }
+        }
+    } else if (opt.device != "none") {
+        for (const std::string & name : split(opt.device)) {
+            ggml_backend_dev_t dev = ggml_backend_dev_by_name(name.c_str());
+            if (!dev || ggml_backend_dev_type(dev) == GGML_BACKEND_DEVICE_TYPE_CPU) {
+                fail("no device is called " + name);
+            }
+            devices.push_back(dev);
+        }
+    }
+    return devices;
+}
+
+static llama_split_mode split_mode_of(const std::string & name) {
+    static const std::map<std::string, llama_split_mode> modes = {
+        { "none", LLAMA_SPLIT_MODE_NONE },
+        { "layer", LLAMA_SPLIT_MODE_LAYER },
+        { "row", LLAMA_SPLIT_MODE_ROW },
+        { "tensor", LLAMA_SPLIT_MODE_TENSOR },
+    };
+    if (!modes.count(name)) {
+        fail("no split mode is called " + name + "; none, layer, row and tensor are");
+    }
+    return modes.at(name);
+}
+
 int main(int argc, char ** argv) {
+    ggml_set_abort_callback(end);
     const options opt(argc, argv);
     if (!opt.recompute.empty()) {
         setenv("GGML_OPT_RECOMPUTE", opt.recompute.c_str(), 1);
@@ -459,30 +595,31 @@ int main(int argc, char ** argv) {
     llama_log_set(log_problems, nullptr);
     ggml_backend_load_all();
     llama_backend_init();
+    add_servers(opt);
 
     std::map<ggml_backend_dev_t, size_t> before;
     std::vector<ggml_backend_buffer_t> ballast;
-    std::vector<ggml_backend_dev_t> devices;
-    for (size_t i = 0; i < ggml_backend_dev_count() && opt.device != "none"; ++i) {
-        ggml_backend_dev_t dev = ggml_backend_dev_get(i);
-        if (ggml_backend_dev_type(dev) != GGML_BACKEND_DEVICE_TYPE_GPU || (!opt.device.empty() && opt.device != ggml_backend_dev_name(dev))) {
-            continue;
-        }
-        devices.push_back(dev);
+    std::vector<ggml_backend_dev_t> devices = choose(opt);
+    for (ggml_backend_dev_t dev : devices) {
         const size_t free = free_memory(dev);
         if (opt.memory && free > size_t(opt.memory)) {
             ballast.push_back(ggml_backend_buft_alloc_buffer(ggml_backend_dev_buffer_type(dev), free - opt.memory));
         }
         before[dev] = free_memory(dev);
     }
-    if (devices.empty() && !opt.device.empty() && opt.device != "none") {
-        fail("no device is called " + opt.device);
-    }
     devices.push_back(nullptr);
+
+    std::vector<float> shares(llama_max_devices(), 0.0f);
+    const std::vector<std::string> given = split(opt.tensor_split);
+    for (size_t i = 0; i < std::min(given.size(), shares.size()); ++i) {
+        shares[i] = std::stof(given[i]);
+    }
 
     llama_model_params model_params = llama_model_default_params();
     model_params.devices            = devices.data();
     model_params.n_gpu_layers       = opt.ngl;
+    model_params.split_mode         = split_mode_of(opt.split_mode);
+    model_params.tensor_split       = given.empty() ? nullptr : shares.data();
     model_params.load_mode          = LLAMA_LOAD_MODE_NONE; // writable weights
 
     // llama.cpp looks tokens up on the CPU, and the device would wait for their embeddings in every step
@@ -490,7 +627,7 @@ int main(int argc, char ** argv) {
         { "^token_embd\\.weight$", devices[0] ? ggml_backend_dev_buffer_type(devices[0]) : nullptr },
         { nullptr, nullptr },
     };
-    if (devices[0] && opt.ngl != 0) {
+    if (devices[0] && opt.ngl != 0 && opt.embd_offload && model_params.split_mode != LLAMA_SPLIT_MODE_TENSOR) { // whose weights lie in a buffer of their own
         model_params.tensor_buft_overrides = overrides.data();
     }
     llama_model * model = llama_model_load_from_file(opt.model.c_str(), model_params);

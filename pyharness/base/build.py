@@ -41,7 +41,7 @@ COMPILERS = (
 SCRIPTS = {"oracle": "oracle", "test": "test", "gpucheck": "gpu-check", "train": "train-demo"}
 """The script of each verb that has one."""
 
-TESTED = ("test-backend-ops", "flash-attn-train")
+TESTED = ("test-backend-ops", "test-flash-attn-back-meta", "flash-attn-train", "ggml-rpc-server")
 """Programs of the preset cpu that tests ask for beside its libraries."""
 
 WORKERS = ("-n", "logical", "--maxprocesses", "8", "--dist", "loadgroup")

@@ -208,6 +208,17 @@ class Library:
         pointer = self.c.ggml_backend_reg_get_proc_address(self.c.ggml_backend_dev_backend_reg(handle), name.encode())
         return self.ffi.cast(kind, pointer) if pointer else None
 
+    def sources(self) -> dict[str, str | None]:
+        """Digest of the patch compiled into each backend's library, by its lower-case name, whether it has devices or
+        not; None where it does not say."""
+        found: dict[str, str | None] = {}
+        for i in range(self.c.ggml_backend_reg_count()):
+            reg = self.c.ggml_backend_reg_get(i)
+            pointer = self.c.ggml_backend_reg_get_proc_address(reg, b"ggml_backend_flash_attn_back_source")
+            ask = self.ffi.cast("ggml_backend_flash_attn_back_source_t", pointer) if pointer else None
+            found[(self.text(self.c.ggml_backend_reg_name(reg)) or "").lower()] = self.text(ask()) if ask else None
+        return found
+
     def node_path(self, device: Device, back: Any) -> str:
         """`path` of a FLASH_ATTN_BACK node that stands already, or of a FLASH_ATTN_EXT node."""
         handle = self.handle(device)

@@ -146,6 +146,8 @@ const char * ggml_backend_dev_name(ggml_backend_dev_t device);
 const char * ggml_backend_dev_description(ggml_backend_dev_t device);
 enum ggml_backend_dev_type ggml_backend_dev_type(ggml_backend_dev_t device);
 void ggml_backend_dev_memory(ggml_backend_dev_t device, size_t * free, size_t * total);
+size_t ggml_backend_reg_count(void);
+ggml_backend_reg_t ggml_backend_reg_get(size_t index);
 ggml_backend_reg_t ggml_backend_dev_backend_reg(ggml_backend_dev_t device);
 const char * ggml_backend_reg_name(ggml_backend_reg_t reg);
 void * ggml_backend_reg_get_proc_address(ggml_backend_reg_t reg, const char * name);

@@ -206,6 +206,8 @@ def libraries(library: Library | Folder, root: Path = ROOT) -> list[dict[str, An
     """The ggml libraries that this process really mapped, hashed, with the source digest that each answers; of a folder
     all, without digests."""
     sources = {"base": library.source} | {d.name.rstrip("0123456789").lower(): d.source for d in library.devices()}
+    if isinstance(library, Library):  # a backend may have no device, as that of RPC
+        sources |= library.sources()
     found = []
     for path in library.mapped():
         part = system.stem(path.name).removeprefix("ggml").lstrip("-").partition("-")[0]

@@ -39,6 +39,9 @@ from ..receipts.losses import LIMITS, NOISE, Check, apart, compare
 from . import tiny, torch_step
 
 PROGRAM = "flash-attn-train"
+SERVER = "ggml-rpc-server"
+SPLIT_MODES = ("none", "layer", "row", "tensor")
+SERVER_SOURCE = "tools/rpc/rpc-server.cpp"
 VOCABULARY = "models/ggml-vocab-llama-spm.gguf"
 
 
@@ -216,15 +219,16 @@ def gradient_errors(on: Path, off: Path) -> dict[str, float]:
 
 
 def prepare(preset: str) -> Path:
-    """The training program of a preset, built as far as that is still to do."""
+    """The training program of a preset and the RPC server beside it, built as far as that is still to do."""
     try:
-        return build.build(preset, PROGRAM) / "bin" / system.program(PROGRAM)
+        return build.build(preset, PROGRAM, SERVER) / "bin" / system.program(PROGRAM)
     except build.SetupError as error:
         raise errors.Environment(str(error)) from None
 
 
 def prepare_stock(root: Path = ROOT) -> Path:
-    """The training program on upstream's pinned llama.cpp, without the patch, built with upstream's own CMake files."""
+    """The training program on upstream's pinned llama.cpp, without the patch, built with upstream's own CMake files,
+    and upstream's RPC server beside it."""
     from ..patch import tree  # only a build needs its packages
 
     pin = tree.base()
@@ -232,19 +236,22 @@ def prepare_stock(root: Path = ROOT) -> Path:
     if not source.exists():
         tree.unpack(tree.fetch(pin, root), pin.subdir, source)
     program = binary / "bin" / system.program(PROGRAM)
-    options = ["-DCMAKE_BUILD_TYPE=Release"]
+    options = ["-DCMAKE_BUILD_TYPE=Release", "-DGGML_RPC=ON"]
     options += [f"-DLLAMA_BUILD_{part}=OFF" for part in ("COMMON", "TESTS", "EXAMPLES", "TOOLS", "SERVER", "APP")]
     if shutil.which("ccache"):
         options += [f"-DCMAKE_{language}_COMPILER_LAUNCHER=ccache" for language in ("C", "CXX")]
     folders = [f"-I{source / folder}" for folder in ("include", "ggml/include", "src")]
     link = [f"-L{binary / 'bin'}", "-lllama", "-lggml", "-lggml-base", f"-Wl,-rpath,{binary / 'bin'}"]
-    compiler = ["c++", "-std=c++17", "-O2", *folders, f"{root}/examples/train/{PROGRAM}.cpp", "-o", str(program), *link]
+    compiler = ["c++", "-std=c++17", "-O2", *folders]
+    programs = {program: f"{root}/examples/train/{PROGRAM}.cpp", program.parent / SERVER: f"{source}/{SERVER_SOURCE}"}
     try:
-        if not (binary / "build.ninja").exists():
+        if not (program.parent / "libggml-rpc.so").exists():
             configure = ["cmake", "-G", "Ninja", "-S", str(source), "-B", str(binary), *options]
             build.step("configuration of stock llama.cpp", configure)
         build.compile_("build of stock llama.cpp", binary, "llama")
-        build.step(f"build of {PROGRAM} for it", compiler)
+        for made, code in programs.items():
+            if made == program or not made.exists():  # ours may have changed
+                build.step(f"build of {made.name} for it", [*compiler, code, "-o", str(made), *link])
     except build.SetupError as error:
         raise errors.Environment(str(error)) from None
     return program
@@ -284,6 +291,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--warmup", type=int, default=SCHEDULE["warmup"], metavar="N", help="steps up to that rate (default: 10)"
     )
     parser.add_argument("--text", type=Path, metavar="FILE", help="train on this text")
+    parser.add_argument("--rpc", metavar="HOST:PORT,...", help="put layers on these RPC servers, too (docs/devices.md)")
+    parser.add_argument("--devices", metavar="NAME,...", help="devices of the layers, in their order (default: all)")
+    parser.add_argument("--ngl", type=int, metavar="N", help="layers on devices, with the output (default: all)")
+    parser.add_argument("--split-mode", choices=SPLIT_MODES, help="how devices share (default: layer)")
+    parser.add_argument("--tensor-split", metavar="N,...", help="share of each device (default: by free memory)")
     parser.add_argument("--threads", type=int, default=2, metavar="N", help="of the CPU backend (default: 2)")
     parser.add_argument("--stock", action="store_true", help="build unpatched llama.cpp, too, and try the model there")
     parser.add_argument(
@@ -334,9 +346,35 @@ def run(args: argparse.Namespace) -> int:
         text.write_text(corpus(), encoding="utf-8")
     model = args.out / f"{args.shape}.gguf"
     tiny.write(model, tiny.SHAPES[args.shape], args.vocabulary or vocabulary())
-    device = "none" if args.device == "cpu" else "CUDA0"
-    common = {"device": device, "threads": args.threads}
+    if placement(args) and not args.no_receipt:
+        print("no receipt: one is of training on the CPU or on one CUDA device", file=sys.stderr)
+        args.no_receipt = True
+    where = placement(args) or {"device": "none" if args.device == "cpu" else "CUDA0"}
+    common = {**where, "threads": args.threads}
     return bench(args, program, model, text, common) if args.bench else demo(args, program, model, text, common)
+
+
+def placement(args: argparse.Namespace) -> dict[str, Any]:
+    """The program's options that put layers on chosen devices, none where --device alone says where."""
+    names = {"rpc": args.rpc, "device": args.devices, "ngl": args.ngl}
+    names |= {"split_mode": args.split_mode, "tensor_split": args.tensor_split}
+    return {name: value for name, value in names.items() if value is not None}
+
+
+def layout(one: Run) -> list[str]:
+    """What lies where, in lines: layers of each device, memory of each buffer type."""
+    lines = []
+    for e in one.all("layers"):
+        parts = [f"layers {', '.join(map(str, e['layers']))}"] if e["layers"] else []
+        parts += ["output"] if e["output"] else []
+        lines.append(f"{e['device']} ({e['description']}): {'; '.join(parts)}")
+    state = {e["buffer"]: e["bytes"] for e in one.all("state")}
+    for e in one.all("memory"):
+        if "buffer" in e:
+            sizes = {"weights": e["model"], "optimizer": state.get(e["buffer"], 0), "compute": e["compute"]}
+            words = ", ".join(f"{name} {size / 2**20:.1f} MiB" for name, size in sizes.items())
+            lines.append(f"{e['buffer']}: {words}")
+    return lines
 
 
 def demo(args: argparse.Namespace, program: Path, model: Path, text: Path, common: dict[str, Any]) -> int:
@@ -379,15 +417,16 @@ def demo(args: argparse.Namespace, program: Path, model: Path, text: Path, commo
             f"peak of the process {one.memory('process') / 2**20:.0f} MiB"
             + (f", of the device {one.memory('peak') / 2**20:.0f} MiB" if args.device != "cpu" else "")
         )
-    print(f"kernel paths: {watched['on'].paths}")
+    print(*layout(watched["on"]), f"kernel paths: {watched['on'].paths}", sep="\n")
     gradients = gradient_errors(args.out / "gradients-on.gguf", args.out / "gradients-off.gguf")
     losses = {name: one.losses for name, one in runs.items()}
     checks = [
         Check("flash attention was off, then on", float(off.flash_attn or not on.flash_attn), 0),
         *compare(losses, gradients, NOISE, LIMITS[args.device]),
-        Check("attention nodes on another device than their layer", len(watched["on"].misplaced), 0),
     ]
-    reader, at = (prepare_stock(), {}) if args.stock else (program, {"device": common["device"]})
+    if args.ngl is None:  # else ggml's scheduler lends the neighbours of a device's layers to it
+        checks.append(Check("attention nodes on another device than their layer", len(watched["on"].misplaced), 0))
+    reader, at = (prepare_stock(), {}) if args.stock else (program, placement(args) or {"device": common["device"]})
     with build.Progress("perplexity of the saved model"):
         before, after = (
             require(execute(reader, one, text, perplexity=True, fa="off", ctx=args.ctx, tokens=tokens, **at)).perplexity
