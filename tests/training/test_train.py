@@ -350,6 +350,7 @@ def test_captures_of_a_training_pass_the_oracle(
     assert result.status == "ok", result.reason
 
 
+@pytest.mark.xdist_group("stock")
 def test_checkpoint_is_better_in_stock_llama(trainer: Trainer) -> None:
     model, tuned = trainer.model("tiny"), trainer.folder / "tuned.gguf"
     trainer.run(model, steps=6, fa="on", tokens=600, save=tuned)
