@@ -23,7 +23,16 @@
 #include "ggml-opt.h"
 #include "gguf.h"
 
-#include <sys/resource.h>
+#ifdef _WIN32
+#    ifndef NOMINMAX
+#        define NOMINMAX
+#    endif
+#    include <windows.h>
+// after the types that it needs
+#    include <psapi.h>
+#else
+#    include <sys/resource.h>
+#endif
 
 #include <chrono>
 #include <cinttypes>
@@ -48,6 +57,27 @@ static void end(const char * message) {
     fprintf(stderr, "error: %s\n", message);
     fflush(stderr);
     _Exit(2);
+}
+
+static void set_variable(const char * name, const std::string & value) {
+#ifdef _WIN32
+    _putenv_s(name, value.c_str());
+#else
+    setenv(name, value.c_str(), /*overwrite =*/1);
+#endif
+}
+
+// bytes of memory that this process has held at most
+static int64_t peak_of_process() {
+#ifdef _WIN32
+    PROCESS_MEMORY_COUNTERS counters = {};
+    K32GetProcessMemoryInfo(GetCurrentProcess(), &counters, sizeof(counters));
+    return counters.PeakWorkingSetSize;
+#else
+    rusage usage;
+    getrusage(RUSAGE_SELF, &usage);
+    return int64_t(usage.ru_maxrss) * 1024;
+#endif
 }
 
 static std::vector<std::string> split(const std::string & list) {
@@ -376,9 +406,7 @@ static void say_memory(llama_context * ctx, const std::map<ggml_backend_dev_t, s
     for (const auto & [dev, bytes] : before) {
         printf("{\"event\": \"memory\", \"device\": \"%s\", \"peak\": %zu}\n", ggml_backend_dev_name(dev), bytes - least.at(dev));
     }
-    rusage usage;
-    getrusage(RUSAGE_SELF, &usage);
-    printf("{\"event\": \"memory\", \"process\": %" PRId64 "}\n", int64_t(usage.ru_maxrss) * 1024);
+    printf("{\"event\": \"memory\", \"process\": %" PRId64 "}\n", peak_of_process());
 }
 
 static void say_layers(const llama_model * model) {
@@ -541,7 +569,9 @@ static void add_servers(const options & opt) {
     if (!servers.empty() && !rpc) {
         fail("these libraries have no RPC backend; build them with GGML_RPC=ON");
     }
-    setenv("GGML_RPC_TIMEOUT", std::to_string(opt.rpc_timeout).c_str(), /*overwrite =*/0);
+    if (!getenv("GGML_RPC_TIMEOUT")) {
+        set_variable("GGML_RPC_TIMEOUT", std::to_string(opt.rpc_timeout));
+    }
     for (const std::string & server : servers) {
         using add_server       = ggml_backend_reg_t (*)(const char * endpoint);
         ggml_backend_reg_t reg = ((add_server) ggml_backend_reg_get_proc_address(rpc, "ggml_backend_rpc_add_server"))(server.c_str());
@@ -590,7 +620,7 @@ int main(int argc, char ** argv) {
     ggml_set_abort_callback(end);
     const options opt(argc, argv);
     if (!opt.recompute.empty()) {
-        setenv("GGML_OPT_RECOMPUTE", opt.recompute.c_str(), 1);
+        set_variable("GGML_OPT_RECOMPUTE", opt.recompute);
     }
     llama_log_set(log_problems, nullptr);
     ggml_backend_load_all();
