@@ -40,6 +40,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <filesystem>
 #include <fstream>
 #include <map>
 #include <regex>
@@ -91,8 +92,10 @@ static std::vector<std::string> split(const std::string & list) {
 
 // a file that takes its name when it is whole
 static void rename_whole(const std::string & part, const std::string & path) {
-    if (rename(part.c_str(), path.c_str()) != 0) {
-        fail("cannot write " + path);
+    std::error_code error; // rename() replaces no file on Windows
+    std::filesystem::rename(part, path, error);
+    if (error) {
+        fail("cannot write " + path + ": " + error.message());
     }
 }
 
