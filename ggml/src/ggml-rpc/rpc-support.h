@@ -82,7 +82,7 @@ static const rpc_support_rsp & rpc_ask(ggml_backend_dev_t dev, const ggml_tensor
     }
     rpc_support_rsp & answer = answers[key];
     if (patched) {
-#if RPC_PROTO_MAJOR_VERSION >= 7
+#if RPC_PROTO_MAJOR_VERSION >= 6
         get_dispatcher(ctx->endpoint)->send(rpc_cmd(RPC_CMD_SUPPORT), request, size, &answer, sizeof(answer));
 #else
         const bool status = send_rpc_cmd(get_socket(ctx->endpoint), rpc_cmd(RPC_CMD_SUPPORT), request.get(), size, &answer, sizeof(answer));
@@ -232,7 +232,7 @@ static void rpc_refuse(const socket_ptr & sock) {
     if (!sock->send_data(&RPC_REFUSAL, sizeof(RPC_REFUSAL)) || !sock->send_data(reason, sizeof(reason))) {
         return;
     }
-#if RPC_PROTO_MAJOR_VERSION >= 7
+#if RPC_PROTO_MAJOR_VERSION >= 6
     sock->flush();
 #endif
     std::vector<char> rest(1 << 16);
