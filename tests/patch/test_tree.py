@@ -247,13 +247,15 @@ def test_a_patched_copy_follows_the_user_s_tree(ggml: Path, tmp_path: Path) -> N
 
 # ---- layers ----
 
+HOOKS_OF_BUILD = [edit.name for edit in hooks.edits() if any("ggml_opt_build" in step for step in edit.anchor)]
+
 
 def test_a_layer_that_does_not_fit_is_left_out_with_its_files(ggml: Path) -> None:
     rewrite(tree.ggml_root(ggml) / "src/ggml-opt.cpp", b"ggml_opt_build(", b"ggml_opt_make(")
     before = files(ggml)
     plan = tree.patch(ggml)
     assert plan.layers == ["operator"]
-    assert [len(reasons) for reasons in plan.left_out.values()] == [5, 1]  # every hook, not the first
+    assert [len(reasons) for reasons in plan.left_out.values()] == [len(HOOKS_OF_BUILD), 1]
     assert "edit 'ggml-opt.cpp loss of ids': no anchor 'function ggml_opt_build'" in tree.explain(plan.left_out)
     assert "layer llama does not fit:\n  it needs the layer training\n" in tree.explain(plan.left_out)
     assert not list(ggml.rglob("*train*"))
@@ -302,7 +304,7 @@ def test_check_lists_layers_and_every_hook_that_does_not_fit(ggml: Path, capsys:
     assert main(["patch", str(ggml), "--check"]) == 1
     said = capsys.readouterr().out
     assert "not patched with the current operator\noperator fits\nlayer training does not fit:\n" in said
-    assert said.count("  edit ") == 5
+    assert [name for name in HOOKS_OF_BUILD if f"  edit {name!r}: " not in said] == []
     assert main(["patch", str(ggml)]) == 0
     assert f"{ggml}: patched with operator\nlayer training does not fit:\n" in capsys.readouterr().out
     assert main(["patch", str(ggml), "--check"]) == 0

@@ -54,6 +54,7 @@ def test_a_tree_gets_its_layers_and_compiles(unpatched: tuple[tree.Base, Path]) 
 def test_the_operator_runs_in_the_oldest_tree(unpatched: tuple[tree.Base, Path]) -> None:
     folder = ROOT / "build/oldest"
     options = [f"-DGGML_UPSTREAM_DIR={unpatched[1]}", "-DFLASH_ATTN_BACK_LAYER=operator"]
+    options += ["-DGGML_CPU_REPACK=OFF", "-DGGML_LLAMAFILE=OFF"]
     for command in (
         ["cmake", "-G", "Ninja", "-S", str(ROOT), "-B", str(folder), *options],
         ["cmake", "--build", str(folder), "--target", "test-backend-ops"],
