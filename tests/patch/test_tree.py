@@ -247,13 +247,16 @@ def test_a_patched_copy_follows_the_user_s_tree(ggml: Path, tmp_path: Path) -> N
 
 # ---- layers ----
 
+HOOKS_OF_BUILD = [edit.name for edit in hooks.layers()[1].edits if any("ggml_opt_build" in s for s in edit.anchor)]
+
 
 def test_a_layer_that_does_not_fit_is_left_out_with_its_files(ggml: Path) -> None:
     rewrite(tree.ggml_root(ggml) / "src/ggml-opt.cpp", b"ggml_opt_build(", b"ggml_opt_make(")
     before = files(ggml)
     plan = tree.patch(ggml)
     assert plan.layers == ["operator"]
-    assert [len(reasons) for reasons in plan.left_out.values()] == [7, 1, 5]  # every hook, not the first
+    named = [reason.split("'")[1] for reason in plan.left_out["training"]]
+    assert named == HOOKS_OF_BUILD  # every one, not the first
     assert "edit 'ggml-opt.cpp loss of ids': no anchor 'function ggml_opt_build'" in tree.explain(plan.left_out)
     assert "layer llama does not fit:\n  it needs the layer training\n" in tree.explain(plan.left_out)
     assert not list(ggml.rglob("*train*"))
@@ -302,7 +305,7 @@ def test_check_lists_layers_and_every_hook_that_does_not_fit(ggml: Path, capsys:
     assert main(["patch", str(ggml), "--check"]) == 1
     said = capsys.readouterr().out
     assert "not patched with the current operator\noperator fits\nlayer training does not fit:\n" in said
-    assert said.count("  edit ") == 12
+    assert [name for name in HOOKS_OF_BUILD if f"  edit {name!r}: " not in said] == []
     assert main(["patch", str(ggml)]) == 0
     assert f"{ggml}: patched with operator\nlayer training does not fit:\n" in capsys.readouterr().out
     assert main(["patch", str(ggml), "--check"]) == 0

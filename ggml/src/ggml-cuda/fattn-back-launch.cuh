@@ -13,7 +13,10 @@ struct ggml_cuda_kernel_launch_params {
     cudaStream_t stream;
 
     ggml_cuda_kernel_launch_params(const dim3 block_nums, const dim3 block_dims, const size_t shmem, const cudaStream_t stream) :
-        block_nums(block_nums), block_dims(block_dims), shmem(shmem), stream(stream) {}
+        block_nums(block_nums),
+        block_dims(block_dims),
+        shmem(shmem),
+        stream(stream) {}
 };
 
 template <typename K, typename... Args>
