@@ -30,6 +30,8 @@ class Bound:
     alike: float = 0.25
     v: int = 8
     do: int = 14
+    share: int = 2
+    most: int = 24
     wide: float = 8
     peaked: float = 40
     range: int = 90
@@ -38,7 +40,11 @@ class Bound:
     softcap: float = 4
     sink: float = 2**-8
     cancel: float = 0.06
-    d: float = 4
+    d: float = 8
+
+    def longest(self, few: int, rows: int) -> int:
+        """The bound for the longest of so many rows of V or dO, by that of few rows."""
+        return min(max(2 * (max(rows, 1).bit_length() - 1) - self.share, few), self.most)
 
 
 def fp16(x: F64) -> F64:
@@ -59,6 +65,8 @@ class Measured:
 
     spread_k: float = 0  # of the longest row over the mean, 2*log2
     spread_v: float = 0
+    rows_v: int = 0
+    rows_do: int = 0
     spread_do: float = 0
     wide: float = 0
     beyond: bool = False  # of the range of the powers of two
@@ -69,7 +77,11 @@ class Measured:
     sink: float = 1  # the least that a head's sink leaves to the keys of its best row
 
     def level(self, bound: Bound) -> int:
-        over = (self.spread_k > bound.k, self.spread_v > bound.v, self.spread_do > bound.do)
+        over = (
+            self.spread_k > bound.k,
+            self.spread_v > bound.longest(bound.v, self.rows_v),
+            self.spread_do > bound.longest(bound.do, self.rows_do),
+        )
         few = 0 < self.terms < bound.terms
         logits = self.logit > bound.logit or self.softcap > bound.softcap
         peaked = (self.logit > HALVES and self.wide > bound.wide) or (
@@ -126,6 +138,7 @@ class Unit:
         if self.given.sinks is not None:
             size_v = np.maximum(size_v, np.abs(self.mean_v))
         m.spread_k, m.spread_v = _spread(kc), _spread(vc)
+        m.rows_v, m.rows_do = (int(x.any(axis=-1).sum()) for x in (vc, self.d))
         m.spread_do = _spread(self.d.reshape(-1, self.d.shape[-1]))
         some = dev[dev > 0]
         m.wide = float(np.square(some).mean() / np.exp(2 * np.log(some).mean())) if some.size else 0.0

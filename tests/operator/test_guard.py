@@ -131,6 +131,21 @@ def test_normal_numbers_are_within_the_bound(text: str) -> None:
     assert {level for level, _ in units} == {fp16.FP16}
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_lengths_of_a_training_are_within_the_bound(seed: int) -> None:
+    """Rows of V less their mean, and of dO, as training from random weights has them: few are 30 times the others."""
+    given = inputs.make(case("hsk=64,hsv=64,nh=4,nhkv=2,kv=256,nb=256,type_K=f32,type_V=f32"), seed)
+    random = np.random.default_rng(seed)
+    v, d = given.v.view(np.float32), given.d
+    lengths = [np.exp2(2 * random.standard_normal(x.shape[:-1])[..., None]) for x in (v, d)]
+    v, d = (3 + x * length if x is v else x * length for x, length in zip((v, d), lengths, strict=True))
+    given = dataclasses.replace(given, v=v.astype(np.float32).view(np.uint8), d=d.astype(np.float32))
+    missed, units = failed(given, fp16.Bound())
+    assert not missed
+    assert {level for level, _ in units} == {fp16.FP16}
+    assert max(measured.spread_v for _, measured in units) > fp16.Bound().v
+
+
 def test_captures_are_within_the_bound_but_for_one_d() -> None:
     """Of 32 units of real models one has a D that is small beside the mean of V: its D is formed in F32."""
     levels = []

@@ -22,6 +22,12 @@ static __device__ __forceinline__ bool fattn_back_guard_spread(const fattn_back_
     return x.n > 0 && (long long) x.most * x.n - x.sum > (long long) bound * x.n;
 }
 
+// bound: of few rows
+static __device__ __forceinline__ bool fattn_back_guard_stands_out(const fattn_back_guard_rows & x, const int bound) {
+    const int share = 2 * (31 - __clz(max(x.n, 1))) - FATTN_BACK_GUARD_SHARE;
+    return fattn_back_guard_spread(x, min(max(share, bound), FATTN_BACK_GUARD_MOST));
+}
+
 static __device__ __forceinline__ bool fattn_back_guard_alike(const fattn_back_guard_rows & x) {
     return x.n > 0 && (float) ((long long) x.most * x.n - x.sum) < FATTN_BACK_GUARD_ALIKE * x.n;
 }
@@ -33,8 +39,8 @@ static __device__ __forceinline__ bool fattn_back_guard_out_of_range(const fattn
 // of a unit; cancels: dSinks does
 static __device__ __forceinline__ int fattn_back_guard_get_level(const fattn_back_guard_params & p, const int i, const bool cancels) {
     const fattn_back_guard_unit & unit = p.guard.units[i];
-    const bool in_f32                  = fattn_back_guard_spread(unit.k, FATTN_BACK_GUARD_K) || fattn_back_guard_spread(unit.v, FATTN_BACK_GUARD_V) ||
-        fattn_back_guard_spread(unit.dO, FATTN_BACK_GUARD_DO) || fattn_back_guard_out_of_range(unit.dO) || unit.wide == FATTN_BACK_GUARD_ALWAYS ||
+    const bool in_f32                  = fattn_back_guard_spread(unit.k, FATTN_BACK_GUARD_K) || fattn_back_guard_stands_out(unit.v, FATTN_BACK_GUARD_V) ||
+        fattn_back_guard_stands_out(unit.dO, FATTN_BACK_GUARD_DO) || fattn_back_guard_out_of_range(unit.dO) || unit.wide == FATTN_BACK_GUARD_ALWAYS ||
         (p.end.large[i] > p.end.least && unit.wide != 0) ||
         (p.end.large[i] > p.end.peaked && (fattn_back_guard_spread(unit.k, FATTN_BACK_GUARD_K_PEAKED) || fattn_back_guard_alike(unit.dO)));
     if (in_f32) {

@@ -37,6 +37,9 @@ struct fattn_back_guard_unit {
 #define FATTN_BACK_GUARD_V        8
 #define FATTN_BACK_GUARD_DO       14
 #define FATTN_BACK_GUARD_ALIKE    0.25f // of dO, below which all are as long
+// V and dO: no long row harms while it is half as long as all rows together, which average its rounding; but up to this
+#define FATTN_BACK_GUARD_SHARE 2
+#define FATTN_BACK_GUARD_MOST  24
 // |log2(e)*x| from which on few keys have a row: then K_PEAKED and ALIKE hold, too; from which on its steps in F32 show in P
 #define FATTN_BACK_GUARD_PEAKED 40.0f
 #define FATTN_BACK_GUARD_LOGIT  16384.0f
@@ -52,7 +55,7 @@ struct fattn_back_guard_unit {
 // what a head's sink leaves to the keys of every row
 #define FATTN_BACK_GUARD_SINK 0x1p-8f
 // the part of D without the mean of V over D, the largest of a head each; dSinks^2 over the sum of its squared terms
-#define FATTN_BACK_GUARD_MEAN   4.0f
+#define FATTN_BACK_GUARD_MEAN   8.0f
 #define FATTN_BACK_GUARD_CANCEL 0.06f
 
 // in the workspace
