@@ -213,14 +213,19 @@ def _packages(python: Path, *wanted: str) -> None:
 
 
 def build(preset: str, *targets: str) -> Path:
-    """Configure a preset of CMakePresets.json if it is not yet, and build targets of it; returns build/PRESET."""
+    """Configure a preset of CMakePresets.json if it is not yet as it is there, and build targets of it; returns
+    build/PRESET."""
     folder = ROOT / "build" / preset
+    presets = hashlib.sha256((ROOT / "CMakePresets.json").read_bytes()).hexdigest()
     with _lock(f"build-{preset}"):
         cache = _text(folder / "CMakeCache.txt")
         if cache and f"CMAKE_HOME_DIRECTORY:INTERNAL={ROOT}\n" not in cache:  # the checkout was moved or copied
             shutil.rmtree(folder)
-        if not (folder / "build.ninja").exists():
-            step(f"configuration of build/{preset}", ["cmake", "--preset", preset, "--fresh"])
+        configured = (folder / "build.ninja").exists()
+        if not configured or _text(folder / "presets.sha256") != presets:
+            command = ["cmake", "--preset", preset, *["--fresh"] * (not configured)]
+            step(f"configuration of build/{preset}", command)
+            (folder / "presets.sha256").write_text(presets)
         compile_(f"build of build/{preset}", folder, *targets)
     return folder
 

@@ -56,6 +56,11 @@ class Kept:
         """The first 12 digits of its id, as its file name has them."""
         return options.label(self.path)
 
+    @property
+    def as_of(self) -> str:
+        """What a page has to say where it quotes this receipt although the sources have changed since."""
+        return f"as of commit `{self.origin.commit[:7]}`" if self.state == "stale" and self.origin.commit else ""
+
 
 class Shelf:
     """The receipts of a tree by the first 12 digits of their ids, each read and verified once."""
@@ -214,7 +219,8 @@ def _pictured(text: str, shelf: Shelf) -> str:
             return head + end
         kept, words = shelf.pictures[name][0], DRAWN[name][1]
         link = f"[`{kept.id12}`](/receipts/{kept.path.name})"
-        return f"{head}![{words}](/docs/pictures/{name}.svg)\n\nDrawn from receipt {link}.\n{end}"
+        when = f", {kept.as_of}" if kept.as_of else ""
+        return f"{head}![{words}](/docs/pictures/{name}.svg)\n\nDrawn from receipt {link}{when}.\n{end}"
 
     return _PICTURE.sub(fill, text)
 
@@ -263,7 +269,8 @@ def _quotation(kept: Sequence[Kept]) -> str:
     else:
         table = tables.peers_table(body["perf"]) if body["perf"] else show.correctness_table([kept[0].document])
     clocks = show.clocks(body, "; GPU ") if body["perf"] else ""
-    return f"{table}\n\nFrom receipt{'s' if len(kept) > 1 else ''} {links}{clocks}."
+    when = "".join(sorted({f", {one.as_of}" for one in kept if one.as_of}))
+    return f"{table}\n\nFrom receipt{'s' if len(kept) > 1 else ''} {links}{when}{clocks}."
 
 
 def unfilled(text: str, shelf: Shelf) -> list[str]:
@@ -272,9 +279,14 @@ def unfilled(text: str, shelf: Shelf) -> list[str]:
 
 
 def quoted_problems(shelf: Shelf) -> Iterable[str]:
-    """Receipts that README.md and docs/*.md quote and that are not fresh."""
+    """Receipts that README.md and docs/*.md quote and that are not fresh, but for stale ones of which the page says so:
+    `as of commit` and the commit that has their files."""
     for page in pages(shelf.root):
-        for name in shelf.quoted(page.read_text(encoding="utf-8")):
-            state = shelf.kept[name].state if name in shelf.kept else "missing"
-            if state != "fresh":
-                yield f"{page.relative_to(shelf.root)} quotes receipt {name}, which is {state}"
+        text = page.read_text(encoding="utf-8")
+        said = re.sub(r"\s+", " ", text).lower()
+        for name in shelf.quoted(text):
+            kept = shelf.kept.get(name)
+            state = kept.state if kept else "missing"
+            if state != "fresh" and not (kept and kept.as_of and kept.as_of in said):
+                hint = f"; redo it, or say that it is {kept.as_of}" if kept and kept.as_of else ""
+                yield f"{page.relative_to(shelf.root)} quotes receipt {name}, which is {state}{hint}"

@@ -86,12 +86,28 @@ def test_a_quoted_receipt_must_be_there_and_fresh(world: World) -> None:
     ]
     (world.root / "docs/old.md").unlink()
     world.edit(KERNEL, lambda data: data + b"\n")
+    stale = f"which is stale; redo it, or say that it is as of commit `{world.git('rev-parse', 'HEAD')[:7]}`"
     assert list(pages.quoted_problems(pages.Shelf(world.root))) == [
-        f"README.md quotes receipt {id12}, which is stale",
-        f"docs/performance.md quotes receipt {world.perf.stem.rsplit('-', 1)[1]}, which is stale",
+        f"README.md quotes receipt {id12}, {stale}",
+        f"docs/performance.md quotes receipt {world.perf.stem.rsplit('-', 1)[1]}, {stale}",
     ]
     world.run("receipt", "index")
     assert world.run("receipt", "index", "--check").returncode == 6
+
+
+def test_a_stale_receipt_is_quoted_with_its_commit_alone(world: World) -> None:
+    id12 = world.oracle.stem.rsplit("-", 1)[1]
+    head = world.git("rev-parse", "HEAD")[:7]
+    world.edit(KERNEL, lambda data: data + b"\n")
+    page = world.root / "README.md"
+    page.write_text(f"<!-- receipt {id12} -->\n<!-- /receipt -->\n")
+    world.run("receipt", "index")
+    assert f"({world.oracle.name}), as of commit `{head}`.".replace("(", "(/receipts/") in page.read_text()
+    assert list(pages.quoted_problems(pages.Shelf(world.root))) == []
+    page.write_text(f"All pass, as of\ncommit `{head}` (receipt `{id12}`).\n")
+    assert list(pages.quoted_problems(pages.Shelf(world.root))) == []
+    page.write_text(f"All pass, as of commit `0123456` (receipt `{id12}`).\n")
+    assert len(list(pages.quoted_problems(pages.Shelf(world.root)))) == 1
 
 
 def test_a_page_shows_the_tables_of_the_receipts_that_it_names(world: World) -> None:
@@ -132,7 +148,8 @@ def test_each_receipt_is_read_once_and_each_problem_listed_once(world: World, mo
     shelf = pages.Shelf(world.root)
     pages.index(shelf)
     pages.filled((world.root / "README.md").read_text(), shelf)
-    assert list(pages.quoted_problems(shelf)) == [f"README.md quotes receipt {id12}, which is stale"]
+    (problem,) = pages.quoted_problems(shelf)
+    assert problem.startswith(f"README.md quotes receipt {id12}, which is stale; ")
     assert sorted(read) == sorted([world.oracle, world.perf])
     assert next(checked) == 2
 
