@@ -14,6 +14,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -149,6 +150,23 @@ def hold(file: IO[Any], wait: bool = True) -> bool:
             if not wait:
                 return False
             time.sleep(0.1)
+
+
+@contextlib.contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """Lets one process at a time into a folder, and writes nothing there."""
+    if sys.platform == "win32":  # where no folder can be opened
+        name = hashlib.sha256(os.path.normcase(folder.resolve()).encode()).hexdigest()[:16]
+        with (Path(tempfile.gettempdir()) / f"flash-attn-back-{name}.lock").open("w") as file:
+            hold(file)
+            yield
+    else:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(descriptor)
 
 
 def check_machine() -> None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import difflib
-import fcntl
 import gzip
 import hashlib
 import os
@@ -115,7 +114,7 @@ def lock(root: Path = ROOT) -> Iterator[None]:
         path.parent.mkdir(parents=True, exist_ok=True)
         file = path.open("w")
     with file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        build.hold(file)
         yield
 
 
@@ -259,10 +258,9 @@ def reverse(tree: Path) -> Plan:
 @contextlib.contextmanager
 def _alone(tree: Path) -> Iterator[None]:
     """Lets one process at a time into a tree, and takes away what one that was killed left behind."""
-    with os_errors(f"cannot read {tree}"):
-        folder = os.open(tree, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        fcntl.flock(folder, fcntl.LOCK_EX)
+    with contextlib.ExitStack() as stack:
+        with os_errors(f"cannot read {tree}"):
+            stack.enter_context(build.alone(tree))
         for part in {ggml_root(tree) / "include", ggml_root(tree) / "src", tree / "src", tree / "tests"}:
             for killed in list(part.rglob(f"{_STAGED}*")) if not part.is_symlink() else ():
                 with os_errors(f"cannot write below {tree}"):
@@ -270,8 +268,6 @@ def _alone(tree: Path) -> Iterator[None]:
                 with contextlib.suppress(OSError):  # the folder holds other files
                     killed.parent.rmdir()
         yield
-    finally:
-        os.close(folder)
 
 
 def check(tree: Path, root: Path = ROOT) -> bool:

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import csv
 import dataclasses
+import gc
 import io
 import itertools
 import json
@@ -437,7 +438,7 @@ def test_a_soak_does_not_count_its_preparation(
     soaks(monkeypatch)
     assert run_soak(0.5) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert re.fullmatch(r"preparing: inputs of [23] of 4 cases, \d s", lines[0])
+    assert re.fullmatch(r"preparing: inputs of [1-3] of 4 cases, \d s", lines[0])
     found = json.loads(next(line for line in lines if line.startswith("soak\t"))[5:])
     assert found["samples"][0]["seconds"] < 0.25
     assert found["seconds"] >= 0.5
@@ -453,6 +454,7 @@ def test_a_soak_that_is_cut_off_tells_what_it_found(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     soaks(monkeypatch)
+    gc.disable()  # an interrupt inside one of its callbacks, as hypothesis has, would reach nobody
 
     def interrupt_twice() -> None:
         for _ in range(2):
@@ -472,6 +474,7 @@ def test_a_soak_that_is_cut_off_tells_what_it_found(
         assert run_soak(600) == errors.INTERRUPTED
         cut.join()
     finally:
+        gc.enable()
         signal.signal(signal.SIGINT, before)
     out = capsys.readouterr().out
     assert out.rstrip().endswith("; interrupted")

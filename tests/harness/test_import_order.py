@@ -27,7 +27,7 @@ from pathlib import Path
 from pyharness.training import train
 train.writing.check_source = lambda _: None
 train.execute = lambda *_, **__: sys.exit(0 if "libggml" in Path("/proc/self/maps").read_text() else 1)
-args = argparse.Namespace(no_receipt=False, tokens=0, ctx=64, lr=0, warmup=0, out=Path("."), steps=1)
+args = argparse.Namespace(no_receipt=False, tokens=0, ctx=64, lr=0, warmup=0, out=Path("."), steps=1, recompute=None)
 train.demo(args, Path(sys.argv[1]) / "flash-attn-train", Path("model"), Path("text"), {})
 """
 

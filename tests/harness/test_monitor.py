@@ -205,7 +205,8 @@ def test_a_table_in_a_page_says_what_limited_the_clocks() -> None:
         pass
     kept.document["predicate"]["receipt"]["monitor"] = watch.report()
     page = pages.filled(f"<!-- receipt {id12} -->\n<!-- /receipt -->\n", shelf)
-    assert f"{kept.path.name}); GPU not throttled, power-capped in 2 of 2 readings (100.0 %).\n" in page
+    when = f", {kept.as_of}" if kept.as_of else ""
+    assert f"{kept.path.name}){when}; GPU not throttled, power-capped in 2 of 2 readings (100.0 %).\n" in page
 
 
 @pytest.mark.parametrize("form", ["console", "md"])

@@ -707,7 +707,7 @@ def test_u62_a_mask_of_another_type_is_refused_in_words(library: ggml.Library) -
 def test_every_kind_of_public_report_has_a_case_in_the_list() -> None:
     listed = cases.load(cases.CASES)
     assert {c.mask.partition(":")[0] for c in listed} == {name.partition(":")[0] for name in cases.MASKS}
-    assert {c.data for c in listed} == set(cases.DATA)
+    assert {c.data for c in listed} == set(cases.DATA) - {"wild"}  # gpucheck's random shapes have it
     assert {c.layout for c in listed} == set(cases.LAYOUTS)
     assert {c.type_K for c in listed} == {c.type_V for c in listed} == set(cases.TYPES)
     assert {c.kv for c in listed} >= {*range(34), 63, 65, 127, 129}
@@ -716,8 +716,10 @@ def test_every_kind_of_public_report_has_a_case_in_the_list() -> None:
 
 def test_the_document_names_tests_that_exist() -> None:
     text = (digest.ROOT / "docs/public-failures.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| (U\d\d) .*\| (.*) \|$", text, re.MULTILINE)
+    rows = re.findall(r"^\| (U\d\d) .*\| (.*) \|$", text.partition("\n## Values\n")[0], re.MULTILINE)
     assert len(rows) == len({row for row, _ in rows}) == 50
+    everything = set(re.findall(r"^\| ([UN]\d\d) ", text, re.MULTILINE))
+    assert f" {len(everything)} public reports " in (digest.ROOT / "README.md").read_text(encoding="utf-8")
     for row, shown in rows:
         names = re.findall(r"`(?:(test_\w+\.py)::)?(\w+)(?:\.\.\.)?(?:\[[^`]*\])?(?:\.\.\.)?`", shown)
         assert names, row
