@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from pyharness.base import system
 from pyharness.training import tiny, train
 
 HOST = "127.0.0.1"
@@ -67,7 +68,7 @@ class Server:
                 [program, "-H", HOST, "-p", str(self.port), "-t", str(threads)],
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env=os.environ | train.search("LD_LIBRARY_PATH", program.parent) | (environment or {}),
+                env=os.environ | system.search(program.parent) | (environment or {}),
             )
         for _ in range(200):
             with contextlib.suppress(OSError), socket.create_connection((HOST, self.port)):

@@ -201,6 +201,11 @@ struct options {
         batch  = batch ? batch : ctx;
         ubatch = ubatch ? ubatch : batch;
     }
+
+    // whether what the optimizer's steps read and keep is to be written
+    bool wants_steps(int step) const {
+        return step == grads_step && (!grads.empty() || !momenta.empty());
+    }
 };
 
 static ggml_type type_of(const std::string & name) {
@@ -303,7 +308,7 @@ struct observer {
 
     bool wants(const ggml_tensor * node) const {
         if (node->op == GGML_OP_OPT_STEP_ADAMW || node->op == GGML_OP_OPT_STEP_SGD) {
-            return step == opt.grads_step && (!opt.grads.empty() || !opt.momenta.empty());
+            return opt.wants_steps(step);
         }
         return node->op == GGML_OP_FLASH_ATTN_BACK && step == opt.capture_step && !opt.capture.empty() &&
             layer_of(node->src[0]) == opt.capture_layer;
@@ -475,7 +480,7 @@ static void train(llama_context * ctx, llama_model * model, const options & opt,
         rates.adamw.alpha = rates.sgd.alpha = opt.lr * std::min(1.0, double(step) / std::max(opt.warmup, 1));
 
         seen.step        = step;
-        const bool watch = (step == 1 && opt.nodes) || (step == opt.grads_step && (!opt.grads.empty() || !opt.momenta.empty())) ||
+        const bool watch = (step == 1 && opt.nodes) || opt.wants_steps(step) ||
             (step == opt.capture_step && !opt.capture.empty());
         ggml_backend_sched_set_eval_callback(ctx->get_sched(), watch ? observer::callback : nullptr, &seen);
 

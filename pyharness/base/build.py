@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 if sys.platform == "win32":
     import msvcrt
@@ -130,21 +130,21 @@ def _lock(name: str) -> Iterator[None]:
             " to, or use libraries built elsewhere: python -m pyharness oracle --libs DIR --receipts DIR"
         ) from error
     with file as lock:
-        if not hold(lock, wait=False):
+        if not hold(lock.fileno(), wait=False):
             with Progress(f"waiting for another {name} of this checkout"):
-                hold(lock)
+                hold(lock.fileno())
         yield
 
 
-def hold(file: IO[Any], wait: bool = True) -> bool:
-    """Hold an open file until it is closed, as one process at a time may; False if one does and this is not to wait."""
+def hold(descriptor: int, wait: bool = True) -> bool:
+    """Hold what is open until it is closed, as one process at a time may; False if one does and this is not to wait."""
     while True:
         try:
             if sys.platform == "win32":
-                file.seek(0)
-                msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
+                os.lseek(descriptor, 0, os.SEEK_SET)
+                msvcrt.locking(descriptor, msvcrt.LK_NBLCK, 1)
             else:
-                fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+                fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
             return True
         except (BlockingIOError, PermissionError):  # the latter is Windows' word
             if not wait:
@@ -157,16 +157,15 @@ def alone(folder: Path) -> Iterator[None]:
     """Lets one process at a time into a folder, and writes nothing there."""
     if sys.platform == "win32":  # where no folder can be opened
         name = hashlib.sha256(os.path.normcase(folder.resolve()).encode()).hexdigest()[:16]
-        with (Path(tempfile.gettempdir()) / f"flash-attn-back-{name}.lock").open("w") as file:
-            hold(file)
-            yield
+        path, flags = Path(tempfile.gettempdir()) / f"flash-attn-back-{name}.lock", os.O_RDWR | os.O_CREAT
     else:
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-            yield
-        finally:
-            os.close(descriptor)
+        path, flags = folder, os.O_RDONLY | os.O_DIRECTORY
+    descriptor = os.open(path, flags)
+    try:
+        hold(descriptor)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def check_machine() -> None:

@@ -28,11 +28,19 @@ def stem(file: str) -> str:
     return found[1] if found else ""
 
 
+def belongs(path: Path, name: str) -> bool:
+    """Whether a file is a shared library, whatever its version, whose name is `name` or begins with it and a dash."""
+    return stem(path.name) == name or stem(path.name).startswith(f"{name}-")
+
+
 def libraries(folder: Path, name: str) -> Iterator[Path]:
-    """The shared libraries of a folder, links and versions too, whose name is `name` or begins with it and a dash."""
-    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
-        if stem(path.name) == name or stem(path.name).startswith(f"{name}-"):
-            yield path
+    """The shared libraries of a folder, links and versions too, that belong to `name`."""
+    yield from (path for path in (sorted(folder.iterdir()) if folder.is_dir() else ()) if belongs(path, name))
+
+
+def search(folder: Path, variable: str = LIBRARY_PATH) -> dict[str, str]:
+    """The environment in which a folder is the first of a search path, of libraries unless another is named."""
+    return {variable: os.pathsep.join(filter(None, (str(folder), os.environ.get(variable))))}
 
 
 def program(name: str, system: str = sys.platform) -> str:

@@ -72,6 +72,8 @@ VALUES = {
 """The values of the keys that name one of a few."""
 
 MASKS, DATA, LAYOUTS, PRECISIONS = (tuple(VALUES[key]) for key in ("mask", "data", "layout", "prec"))
+TAME = tuple(data for data in DATA if data != "wild")
+"""Kinds of data that the case list has; the wild ones are drawn."""
 
 # ggml's names of the types that k and v may have: those that the gguf package can read and a test can make
 TYPES = {
@@ -419,7 +421,7 @@ def random_cases(count: int, seed: int) -> list[Case]:
             "kv_count": count_window,
             "o": int(rng.random() < 0.2),
             "prec": rng.choice(PRECISIONS),
-            "data": rng.choice(("normal", "normal", rng.choice([x for x in DATA if x != "wild"]))),
+            "data": rng.choice(("normal", "normal", rng.choice(TAME))),
             "layout": rng.choice(("cont", rng.choice(LAYOUTS))),
             "vview": vview,
             "grads": "".join(c for c in "qkv" if rng.random() < 0.7),

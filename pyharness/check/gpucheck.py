@@ -486,9 +486,7 @@ def _pytest(runner: _Runner, *words: str, env: Mapping[str, str] | None = None, 
     if missing:
         return _not_run(f"{', '.join(missing)} not installed")
     args, jobs = runner.args, jobs or runner.args.jobs
-    more = {"PYHARNESS_LIBS": str(runner.libs), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"} | train.search(
-        system.LIBRARY_PATH, runner.libs
-    )
+    more = {"PYHARNESS_LIBS": str(runner.libs), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"} | system.search(runner.libs)
     parallel = find_spec("xdist") is not None and jobs > 1
     common = [word for plugin in [*plugins, *["xdist.plugin"] * parallel] for word in ("-p", plugin)]
     common += ["-n", str(jobs)] * parallel
@@ -529,9 +527,7 @@ def _backend_ops(runner: _Runner) -> Found:
     for number, mode in enumerate(modes):
         timed = ("-p", UPSTREAM_TIMED) if mode == "perf" else ()
         words = (str(program), mode, "-b", runner.args.backend, "-o", OP, *timed)
-        code, lines = runner.share(len(modes) - number).command(
-            *words, env=train.search(system.LIBRARY_PATH, runner.libs)
-        )
+        code, lines = runner.share(len(modes) - number).command(*words, env=system.search(runner.libs))
         said = [re.sub(r"\x1b\[[0-9;]*m", "", line).strip() for line in lines]
         failed = [line for line in said if line.startswith(OP) and "FAIL" in line]
         text = next((x for x in said if " tests passed" in x), _last(said))

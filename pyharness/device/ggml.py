@@ -10,7 +10,6 @@ import importlib.machinery
 import importlib.util
 import json
 import os
-import re
 import shlex
 import struct
 import subprocess
@@ -136,7 +135,7 @@ class Library:
 
     def mapped(self) -> list[Path]:
         """The ggml libraries that this process mapped."""
-        return [path for path in system.mapped_files() if re.match("ggml(-|$)", system.stem(path.name))]
+        return [path for path in system.mapped_files() if system.belongs(path, "ggml")]
 
     def devices(self) -> list[Device]:
         """All devices, in ggml's order."""

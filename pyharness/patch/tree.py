@@ -114,7 +114,7 @@ def lock(root: Path = ROOT) -> Iterator[None]:
         path.parent.mkdir(parents=True, exist_ok=True)
         file = path.open("w")
     with file:
-        build.hold(file)
+        build.hold(file.fileno())
         yield
 
 
@@ -590,7 +590,8 @@ def _add_layer(parser: argparse.ArgumentParser) -> None:
         "--layer",
         choices=hooks.LAYERS,
         help="the highest layer, and fail unless it fits: operator (FLASH_ATTN_BACK alone), training (kernels and"
-        " ggml-opt), llama (training in llama.cpp); default: as many as fit",
+        " ggml-opt), llama (training in llama.cpp), devices (training over several devices and RPC); default: as many"
+        " as fit",
     )
 
 

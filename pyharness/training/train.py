@@ -127,11 +127,6 @@ class Run:
         return "" if self.exit_code == 0 else f"exit {self.exit_code}: {said.strip()}"
 
 
-def search(variable: str, folder: Path) -> dict[str, str]:
-    """The environment in which `folder` is the first of a search path such as PATH."""
-    return {variable: os.pathsep.join(filter(None, (str(folder), os.environ.get(variable))))}
-
-
 JSON = {"nan": "NaN", "-nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
 """What printf writes for numbers that are not finite, as json reads them."""
 
@@ -152,7 +147,7 @@ def execute(
     command = [str(program), "--model", str(model), "--text", str(text)]
     for name, value in options.items():
         command += [f"--{name.replace('_', '-')}", str(int(value) if isinstance(value, bool) else value)]
-    return follow(command, seconds, say, search(system.LIBRARY_PATH, program.parent) | (environment or {}))
+    return follow(command, seconds, say, system.search(program.parent) | (environment or {}))
 
 
 def follow(command: list[str], seconds: float | None, say: Callable[[str], None], environment: dict[str, str]) -> Run:
@@ -601,7 +596,7 @@ def torch_peers(args: argparse.Namespace, model: Path) -> list[dict[str, Any]]:
         for mode in torch_step.MODES:
             command = [sys.executable, "-m", torch_step.__name__, "--shape", args.shape, "--words", str(words)]
             command += ["--ctx", str(ctx), "--mode", mode, "--steps", str(bench_steps(args.device, ctx))]
-            one = follow(command, BOX, lambda _: None, search("PYTHONPATH", ROOT))
+            one = follow(command, BOX, lambda _: None, system.search(ROOT, "PYTHONPATH"))
             versions = {name: e[name] for e in one.all("start") for name in ("torch", "transformers")}
             times = one.seconds[1:] or [float("nan")]
             print(
